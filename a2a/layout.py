@@ -1,0 +1,126 @@
+"""layout: where every byte of a workspace lives; the only arithmetic on offsets.
+
+Owns region offsets, sizes and alignment, and where a payload of a round starts. Refuses to know how memory is obtained,
+who writes it and when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from a2a.config import MAX_PAYLOADS, ExchangeConfig
+from a2a.errors import ShapeError
+
+ALIGNMENT: Final = 128
+"""Every region and every payload starts on a multiple of this, in bytes: one cache line pair, one NVLink flit group."""
+
+
+def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `num_bytes`."""
+    return -(-num_bytes // alignment) * alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A named part of one rank's workspace.
+
+    Attributes:
+        name: what it holds.
+        context: index of the context it belongs to.
+        offset_bytes: from the start of the rank's workspace, a multiple of 128.
+        num_bytes: its length, without the padding up to the next region.
+    """
+
+    name: str
+    context: int
+    offset_bytes: int
+    num_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.num_bytes
+
+
+class WorkspaceLayout:
+    """Offsets and sizes of one rank's workspace, a pure function of the configuration.
+
+    All regions of a context lie together: first control (counters, tables, what the transport asks for), then the
+    dispatch area, then the combine area. Offsets are constant for the life of an object, whatever a round carries.
+    Python integers, hence exact for any size.
+
+    Args:
+        config: the exchange.
+        transport_regions: (name, bytes) of further control regions that the transport needs in each context, which
+            must be equal on all ranks.
+
+    Attributes:
+        regions: every region in ascending offset.
+        num_bytes: bytes of one rank's workspace; with `ep_size` of them mapped side by side at any stride >= this.
+    """
+
+    def __init__(self, config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]] = ()) -> None:
+        self.config = config
+        regions: list[Region] = []
+        offset = 0
+        for context in range(config.num_contexts):
+            for name, num_bytes in _context_regions(config, transport_regions):
+                regions.append(Region(name, context, offset, num_bytes))
+                offset = align(offset + num_bytes)
+        self.regions: tuple[Region, ...] = tuple(regions)
+        self.num_bytes = offset
+        self._by_key = {(region.name, region.context): region for region in regions}
+
+    def region(self, name: str, context: int = 0) -> Region:
+        """The region of that name in a context; `KeyError` if there is none."""
+        return self._by_key[name, context]
+
+    def payload_offsets(self, row_bytes: Sequence[int], context: int = 0) -> tuple[int, ...]:
+        """Start of each payload of a round in a receiver's workspace, in bytes.
+
+        Payload `i` starts where the sum over `j < i` of `align128(ep * M * row_bytes[j])` ends: it depends on this
+        round's widths and not on its token counts.
+
+        Raises:
+            ShapeError: more payloads or wider rows than the workspace was built for.
+        """
+        config = self.config
+        if not 1 <= len(row_bytes) <= MAX_PAYLOADS:
+            raise ShapeError(what="input_payloads", got=f"{len(row_bytes)} payloads", wanted=f"1 to {MAX_PAYLOADS}")
+        if sum(row_bytes) > config.dispatch_bytes_per_token:
+            raise ShapeError(
+                what="input_payloads",
+                got=f"rows of {list(row_bytes)} bytes, {sum(row_bytes)} per token",
+                wanted=f"at most the {config.dispatch_bytes_per_token} bytes per token the workspace was built for",
+                change="raise extra_payload_bytes_per_token or the dispatch sizes at construction",
+            )
+        offset = self.region("dispatch", context).offset_bytes
+        offsets = []
+        for width in row_bytes:
+            offsets.append(offset)
+            offset += align(config.ep_size * config.max_num_tokens * width)
+        return tuple(offsets)
+
+
+def _context_regions(config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    ep, tokens, top_k = config.ep_size, config.max_num_tokens, config.top_k
+    regions = [
+        ("send_counts", 4 * ep),
+        ("recv_counts", 4 * ep),
+        ("topk_target_ranks", 4 * tokens * top_k),
+        ("topk_send_indices", 4 * tokens * top_k),
+    ]
+    if config.eplb_stats_num_experts:
+        regions.append(("eplb_gathered_stats", 4 * ep * config.eplb_stats_num_experts))
+    if config.row_order == "token":
+        # Which slots of a block hold a row; compact blocks say it with a count.
+        regions.append(("row_valid", ep * tokens))
+    if config.enable_rank_mask:
+        regions.append(("rank_mask", 8 * -(-ep // 64)))
+    regions += transport_regions
+    # Each payload but the first may lose up to 127 bytes to alignment inside the dispatch area.
+    slack = (MAX_PAYLOADS - 1) * ALIGNMENT
+    regions.append(("dispatch", align(ep * tokens * config.dispatch_bytes_per_token) + slack))
+    regions.append(("combine", align(ep * tokens * config.combine_bytes_per_token)))
+    return regions
