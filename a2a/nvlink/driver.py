@@ -1,0 +1,72 @@
+"""nvlink/driver: the CUDA driver's calls, checked.
+
+Owns how a driver status becomes an error and which context is current meanwhile. Refuses to know what is called for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from a2a.errors import Unsupported
+
+
+class DriverError(Unsupported):
+    """A driver call failed; `status` is its number.
+
+    Attributes:
+        status: `CUresult` as an integer.
+    """
+
+    status: int = 0
+
+
+def status_name(status: Any) -> str:
+    """`CUDA_ERROR_...` of a `CUresult`."""
+    return str(getattr(status, "name", status))
+
+
+def checked(what: str, result: tuple[Any, ...]) -> Any:
+    """The values of a driver call's result.
+
+    Raises:
+        DriverError: with `what` and the status, when the call failed.
+    """
+    status, *values = result
+    if int(status) != 0:
+        error = DriverError(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
+        error.status = int(status)
+        raise error
+    return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` and its primary context current, and restore what was current before."""
+    with torch.cuda.device(device):
+        # torch makes the context current lazily; driver calls need it now.
+        torch.cuda.current_stream(device).query()
+        yield
+
+
+def device_uuid(device: torch.device) -> str:
+    """Identity of a GPU, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def attribute(device: torch.device, name: str) -> int:
+    """A device attribute by its name without the CU_DEVICE_ATTRIBUTE_ prefix; 0 if this driver binding has none."""
+    key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if key is None:
+        return 0
+    handle = checked("cuDeviceGet", cu.cuDeviceGet(ordinal(device)))
+    return int(checked(f"cuDeviceGetAttribute({name})", cu.cuDeviceGetAttribute(key, handle)))
+
+
+def ordinal(device: torch.device) -> int:
+    """The driver's ordinal of a torch device: both count what CUDA_VISIBLE_DEVICES shows."""
+    return torch.cuda.current_device() if device.index is None else device.index

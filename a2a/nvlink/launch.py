@@ -1,0 +1,129 @@
+"""nvlink/launch: one kernel launch: its parameters by value, its stream, its launch attributes.
+
+Owns loaded kernels and the driver's launch call. Refuses to know what the parameters mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from a2a.nvlink.driver import checked, on_device
+
+
+class Library:
+    """Machine code loaded on one device; kernels keep it loaded.
+
+    Args:
+        cubin: for the device's architecture.
+        device: whose context runs the kernels.
+    """
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        self.device = device
+        self._cubin = cubin
+        with on_device(device):
+            self._library = checked("cuLibraryLoadData", cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+
+    def kernel(self, name: str, parameters: type[ctypes.Structure], *, shared_bytes: int = 0) -> Kernel:
+        """The kernel of that unmangled name, which takes one `parameters` by value."""
+        return Kernel(self, name, parameters, shared_bytes)
+
+    def __del__(self) -> None:
+        library = getattr(self, "_library", None)
+        if library is not None:
+            try:
+                cu.cuLibraryUnload(library)
+            except (RuntimeError, AttributeError, TypeError):
+                # The interpreter is shutting down.
+                return
+
+
+class Kernel:
+    """A kernel with room for its parameters, which are copied at each launch.
+
+    Not safe for use from several threads at once, as one set of parameters is reused.
+
+    Args:
+        library: holds it.
+        name: unmangled.
+        parameters: the one argument, passed by value.
+        shared_bytes: largest dynamic shared memory of a launch.
+
+    Attributes:
+        parameters: filled in by the caller before `launch`.
+        num_registers, local_bytes: of a thread; local bytes other than 0 are spills or arrays in memory.
+    """
+
+    def __init__(self, library: Library, name: str, parameters: type[ctypes.Structure], shared_bytes: int) -> None:
+        self.name = name
+        self.parameters = parameters()
+        self._library = library
+        self._device_index = library.device.index
+        with on_device(library.device):
+            kernel = checked(f"cuLibraryGetKernel({name})", cu.cuLibraryGetKernel(library._library, name.encode()))
+            self._function = checked("cuKernelGetFunction", cu.cuKernelGetFunction(kernel))
+            keys = cu.CUfunction_attribute
+            if shared_bytes > 48 << 10:
+                key = keys.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, key, shared_bytes))
+            self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
+            self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
+        self._config = cu.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimY = self._config.blockDimZ = 1
+        self._pdl = False
+
+    def _attribute(self, key: Any) -> int:
+        return int(checked("cuFuncGetAttribute", cu.cuFuncGetAttribute(key, self._function)))
+
+    def blocks_per_sm(self, num_threads: int, shared_bytes: int = 0) -> int:
+        """Blocks of that size that one multiprocessor holds at a time."""
+        with on_device(self._library.device):
+            return int(
+                checked(
+                    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                    cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, num_threads, shared_bytes),
+                )
+            )
+
+    def launch(
+        self, grid: tuple[int, int], num_threads: int, stream: int, *, shared_bytes: int = 0, pdl: bool = False
+    ) -> None:
+        """Enqueue one launch with the present `parameters`; no host synchronisation, nothing is allocated.
+
+        Args:
+            grid: blocks in x and y.
+            num_threads: of a block.
+            stream: handle of a stream of the kernel's device.
+            shared_bytes: dynamic shared memory of a block.
+            pdl: the kernel may start before its predecessor on the stream has ended (programmatic stream
+                serialisation); it must wait for it itself.
+        """
+        config = self._config
+        config.gridDimX, config.gridDimY = grid
+        config.blockDimX = num_threads
+        config.sharedMemBytes = shared_bytes
+        config.hStream = stream
+        if pdl != self._pdl:
+            self._set_pdl(pdl)
+        if torch.cuda.current_device() == self._device_index:
+            checked(self.name, cu.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._pointers), 0))
+        else:
+            with on_device(self._library.device):
+                checked(self.name, cu.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._pointers), 0))
+
+    def _set_pdl(self, pdl: bool) -> None:
+        attributes = []
+        if pdl:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes = [attribute]
+        self._config.attrs = attributes
+        self._config.numAttrs = len(attributes)
+        self._pdl = pdl
