@@ -1,0 +1,80 @@
+"""env: the variables this package honours, one documented field each; the only reader of os.environ.
+
+Owns the names and meaning of the A2A_* variables and every access to the process environment. Refuses to know what a
+launcher's variables mean (comm/launcher.py reads a mapping) and who uses a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from a2a.errors import ConfigError
+
+PREFIX: Final = "A2A_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Env:
+    """Settings taken from variables. An argument of the same meaning always wins over its variable.
+
+    Attributes:
+        startup_timeout_s: A2A_STARTUP_TIMEOUT_S, deadline in seconds of every wait while ranks meet and of the first
+            round, in which ranks may still be loading; default 300.
+        timeout_s: A2A_TIMEOUT_S, deadline in seconds of every wait of later rounds; default 30.
+        transport: A2A_TRANSPORT, the transport that `transport="auto"` takes; default None, the choice is free.
+    """
+
+    startup_timeout_s: float = 300.0
+    timeout_s: float = 30.0
+    transport: str | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Env:
+        """Reads the A2A_* variables of `environ`, by default those of this process. An empty value counts as unset.
+
+        Raises:
+            ConfigError: a value that cannot be read, or an A2A_* variable that is not known.
+        """
+        variables = snapshot() if environ is None else environ
+        known = {PREFIX + field.name.upper(): field for field in dataclasses.fields(cls)}
+        unknown = sorted(name for name in variables if name.startswith(PREFIX) and name not in known)
+        if unknown:
+            raise ConfigError(
+                what="environment variable",
+                got=", ".join(unknown),
+                wanted="one of " + ", ".join(known),
+                change="unset it or correct its name",
+            )
+        given = {name: variables[name] for name in known if variables.get(name, "").strip()}
+        return cls(
+            startup_timeout_s=_seconds(given, "A2A_STARTUP_TIMEOUT_S", cls.startup_timeout_s),
+            timeout_s=_seconds(given, "A2A_TIMEOUT_S", cls.timeout_s),
+            transport=given["A2A_TRANSPORT"].strip() if "A2A_TRANSPORT" in given else cls.transport,
+        )
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the process environment as it is now."""
+    return dict(os.environ)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Makes `variables` the whole environment of this process: how a spawned rank gets its own."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
+    if name not in given:
+        return default
+    try:
+        value = float(given[name])
+    except ValueError:
+        value = math.nan
+    if not value > 0 or math.isinf(value):
+        raise ConfigError(what=name, got=given[name], wanted="a number of seconds above 0")
+    return value
