@@ -4,9 +4,9 @@ Owns the meeting at MASTER_ADDR:MASTER_PORT, object collectives over a store, an
 touch the default process group and to leave keys behind.
 
 A collective ends on the group's keeper (the rank that serves the store, or rank 0 where a launcher serves it) only
-after every other rank has read; the keeper then drops the keys. So the rank that serves may exit as soon as its own last
-collective returns: the others need nothing more from it. A part of the group that leaves that rank out gets a store of
-its own.
+after every other rank has read; the keeper then drops the keys. So the rank that serves may exit as soon as its own
+last collective returns: the others need nothing more from it. A part of the group that leaves that rank out gets a
+store of its own.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def _serve(port: int, timeout_s: float, rank: int | None) -> TCPStore:
 
 
 def _connect(address: str, port: int, deadline: Deadline, rank: int) -> TCPStore:
-    # Torch looks up the names of both ends of each connection, even on loopback; many ranks that ask at the same instant
-    # lose datagrams to some name servers, and then wait for seconds. So they come one after the other.
+    # Torch looks up the names of both ends of each connection, even on loopback; many ranks that ask at the same
+    # instant lose datagrams to some name servers, and then wait for seconds. So they come one after the other.
     time.sleep(min(_STAGGER_S * rank, _LAST_STAGGER_S))
     # A plain socket first: the store's own attempts to connect log a stack trace each while rank 0 is still starting.
     while True:
