@@ -141,9 +141,8 @@ class ExchangeConfig:
     def dispatch_bytes_per_token(self) -> int:
         """Bytes that one token may take on the dispatch wire: row, scales, ids, weights, extra payloads."""
         ids_and_weights = self.top_k * (ID_BYTES + WEIGHT_BYTES)
-        return (
-            self.data_bytes_per_token + self.scale_bytes_per_token + ids_and_weights + self.extra_payload_bytes_per_token
-        )
+        row = self.data_bytes_per_token + self.scale_bytes_per_token
+        return row + ids_and_weights + self.extra_payload_bytes_per_token
 
     @property
     def combine_bytes_per_token(self) -> int:

@@ -126,7 +126,8 @@ class PeerTimeout(A2AError, TimeoutError):
     def story(self) -> str:
         return _sentence(
             self.rank,
-            f"no signal from rank {self.peer} in phase {self.phase!r} of round {self.round} after {self.waited_s:.3g} s",
+            f"no signal from rank {self.peer} in phase {self.phase!r} of round {self.round} "
+            f"after {self.waited_s:.3g} s",
             self.change,
         )
 
@@ -141,8 +142,11 @@ class PeerLost(A2AError, ConnectionError):
     round: int
 
     def story(self) -> str:
-        return _sentence(self.rank, f"rank {self.peer} is gone; its signal for phase {self.phase!r} of round {self.round} "
-                                    "will not come", "")
+        return _sentence(
+            self.rank,
+            f"rank {self.peer} is gone; its signal for phase {self.phase!r} of round {self.round} will not come",
+            "",
+        )
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -140,19 +140,24 @@ class Transport(abc.ABC):
     Attributes:
         name: of the room.
         POINTS: names of the points at which `hook` is called.
+        rank: this rank within the group.
         workspace: uint8 `[ep, bytes]`, all ranks' workspaces, row `r` being rank `r`'s.
         hook: see `Hook`, or None.
     """
 
     name: ClassVar[str]
     POINTS: ClassVar[tuple[str, ...]] = ()
+    rank: int
     workspace: Tensor
     hook: Hook | None = None
 
     @classmethod
     @abc.abstractmethod
     def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
-        """Every reason why this rank cannot serve `config`; empty when it can. Takes no memory, talks to nobody."""
+        """Every reason why this rank cannot serve `config`; empty when it can.
+
+        Collective: all ranks call it together, so that it may compare facts over `comm`. Keeps no memory.
+        """
 
     @classmethod
     def control_regions(cls, config: ExchangeConfig) -> Sequence[tuple[str, int]]:

@@ -1,0 +1,1328 @@
+"""alltoall: MoeAlltoAll: rounds, states, checks, views.
+
+Owns the public object: what is checked before a round, in which state which verb is legal, and the views into the
+workspace. Refuses to know how rows move (transport) and where bytes live (layout).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from a2a.comm import Comm, resolve
+from a2a.config import MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
+from a2a.env import Env
+from a2a.errors import A2AError, ConfigError, MismatchError, ShapeError, StateError, from_facts
+from a2a.layout import WorkspaceLayout
+from a2a.placement import Placement
+from a2a.quant import ScaleLayout, WireFormat, swizzle_scales, wire_format
+from a2a.transport import (
+    Choice,
+    CombineCall,
+    DispatchCall,
+    Hook,
+    Payload,
+    Quantize,
+    Transport,
+    choose,
+    transport_class,
+)
+
+DEFAULT_INVALID_ID: Final = -1
+
+_IDLE: Final = "idle"
+_DISPATCHED: Final = "dispatched"
+_CLOSED: Final = "closed"
+_COMBINE_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
+_NEUTRAL_E8M0: Final = 127
+_MAX_CACHED_VIEWS: Final = 64
+
+Placeable = Placement | Sequence[int] | Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What `dispatch_tokens` returns: views into the workspace, valid until this rank calls combine.
+
+    Attributes:
+        hidden_states: `[ep, R, W]` in the wire format's data dtype.
+        scales: `[ep, R, S]` linear, or all rows' scales in the layout asked for; None for formats without scales.
+        topk_ids: int32 `[ep, R, k]`, padded slots hold the invalid id.
+        topk_weights: float32 `[ep, R, k]`.
+        recv_counts: int32 `[ep]`, rows from each source rank.
+    """
+
+    hidden_states: Tensor
+    scales: Tensor | None
+    topk_ids: Tensor
+    topk_weights: Tensor
+    recv_counts: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """What the contexts of one object have in common; `ensure` replaces its parts."""
+
+    config: ExchangeConfig
+    layout: WorkspaceLayout
+    placement: Placement
+    transport: Transport
+    startup_timeout_s: float
+    timeout_s: float
+    closed: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Round:
+    """What is known of a dispatch until its combine."""
+
+    runtime_max_tokens_per_rank: int
+    num_tokens: int
+    num_picks: int
+    has_eplb: bool
+
+
+class RoundContext:
+    """The verbs and the state of one sequence of rounds. `MoeAlltoAll` is one itself; more are its `contexts`.
+
+    Rounds of different contexts may be in flight at the same time; each context goes `idle -> dispatched -> idle`.
+    """
+
+    def __init__(self, shared: _Shared, index: int) -> None:
+        self._shared = shared
+        self._index = index
+        self._state = _IDLE
+        self._round_number = 0
+        self._attempt = 0
+        self._warm = False
+        self._round: _Round | None = None
+        self._views: dict[object, Tensor] = {}
+
+    # ---- verbs -----------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        token_selected_experts: Tensor,
+        input_payloads: Sequence[Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+        *,
+        stream: Any = None,
+        num_sms: int | None = None,
+        enable_pdl: bool | None = None,
+    ) -> list[Tensor]:
+        """Send every token to the ranks that hold its experts, once per rank.
+
+        Args:
+            token_selected_experts: int32 or int64 `[n, k]`, contiguous, global expert ids; an id outside
+                `[0, num_experts)` goes nowhere.
+            input_payloads: 1 to 8 contiguous tensors `[n, *]` of any dtype, copied as bytes, never modified.
+            runtime_max_tokens_per_rank: R, rows of a block; `max(1, n) <= R <= max_num_tokens`, equal on all ranks, as
+                are the number of payloads and their row bytes.
+            invalid_token_expert_id: id given to padded slots; None for -1. Ignored with `scrub=None`.
+            expert_id_payload_index: which payload holds the ids; None for the one that is `token_selected_experts`.
+            eplb_local_stats: int32 `[Es]`, gathered into `eplb_gathered_stats`; on all ranks or on none.
+            active_rank_mask: uint64 `[ceil(ep/64)]` on the CPU, copied into `rank_mask`; equal on all active ranks.
+            stream, num_sms, enable_pdl: launch options of GPU transports; without meaning on the host transport.
+
+        Returns:
+            One view `[ep, R, *]` per payload, contiguous, in the workspace; block `s` holds the rows of source rank
+            `s`. Valid until this rank calls combine.
+
+        Host synchronisation:
+            The host transport returns when all rows have arrived. GPU transports do not synchronise.
+
+        Raises:
+            StateError: not idle.
+            ShapeError, ConfigError: an argument does not fit; raised on every rank, nothing was sent, still idle.
+            MismatchError: ranks disagree; raised on every rank, nothing was sent, still idle.
+            PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
+        """
+        self._enter("dispatch", _IDLE)
+        shared = self._shared
+        try:
+            self._set_mask(active_rank_mask)
+            topk_ids = self._checked_ids(token_selected_experts)
+            rows = self._checked_rows(input_payloads, topk_ids.shape[0])
+            ids_payload = expert_id_payload_index
+            if ids_payload is None:
+                ids_payload = next((i for i, each in enumerate(input_payloads) if each is token_selected_experts), None)
+            self._check_ids_payload(ids_payload, rows, topk_ids)
+            fills = [self._fill_byte(each.dtype) for each in rows]
+            widths = [_row_bytes(each) for each in rows]
+            call = self._dispatch_call(
+                topk_ids,
+                list(rows),
+                widths,
+                fills,
+                runtime_max_tokens_per_rank,
+                ids_payload,
+                invalid_token_expert_id,
+                None,
+                eplb_local_stats,
+                (stream, num_sms, enable_pdl),
+            )
+        except A2AError as error:
+            self._decline("dispatch", error)
+            raise
+        shared.transport.dispatch(call)
+        self._dispatched(call)
+        return [
+            self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, tuple(each.shape[1:]), each.dtype)
+            for payload, each in zip(call.payloads, rows, strict=True)
+        ]
+
+    def dispatch_tokens(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        runtime_max_tokens_per_rank: int,
+        scale: Tensor | None = None,
+        global_scale: Tensor | None = None,
+        invalid_token_expert_id: int | None = None,
+        scale_layout: ScaleLayout = ScaleLayout.LINEAR,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+        stream: Any = None,
+        num_sms: int | None = None,
+        enable_pdl: bool | None = None,
+    ) -> Dispatched:
+        """Quantise to the object's wire format inside the exchange and dispatch hidden states, ids and weights.
+
+        Args:
+            hidden_states: `[n, hidden_size]` in bf16, fp16 or fp32 to be quantised, or already in the wire format.
+            topk_ids: int32 or int64 `[n, k]`; received as int32, ids that int32 cannot hold as -1.
+            topk_weights: float32 `[n, k]`.
+            runtime_max_tokens_per_rank, invalid_token_expert_id, eplb_local_stats, active_rank_mask: as in `dispatch`.
+            scale: linear scales `[n, S]` of hidden states that are already quantised; None otherwise.
+            global_scale: float32 scalar tensor for nvfp4, equal on all ranks; None for 1.0.
+            scale_layout: layout of the returned scales; anything but LINEAR makes a new tensor.
+            stream, num_sms, enable_pdl: as in `dispatch`.
+
+        Returns:
+            `Dispatched`.
+
+        Raises:
+            As `dispatch`; ConfigError also without a wire format, or with a scale where none belongs (or none where
+            one does).
+        """
+        self._enter("dispatch_tokens", _IDLE)
+        shared = self._shared
+        try:
+            self._set_mask(active_rank_mask)
+            ids = self._checked_ids(topk_ids)
+            wire, quantize = self._wire(hidden_states, scale, global_scale, scale_layout)
+            sent_ids = ids if ids.dtype == torch.int32 else _narrow_ids(ids)
+            self._check_weights(topk_weights, ids)
+            hidden, alignment = shared.config.hidden_size, shared.config.mx_alignment
+            data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
+            n = ids.shape[0]
+            sent_width = hidden if quantize is not None else data_width
+            self._check_tensor("hidden_states", hidden_states, (n, sent_width), hidden_states.dtype)
+            rows: list[Tensor | None] = [hidden_states]
+            widths = [data_width * wire.data_dtype.itemsize]
+            shapes = [(data_width, wire.data_dtype)]
+            neutral: int | None = None
+            if wire.scales_dtype is not None:
+                if scale is not None:
+                    self._check_tensor("scale", scale, (n, scales_width), wire.scales_dtype)
+                rows.append(scale)
+                widths.append(scales_width * wire.scales_dtype.itemsize)
+                shapes.append((scales_width, wire.scales_dtype))
+                neutral = wire.neutral_scale_byte
+            ids_payload = len(rows)
+            rows += [sent_ids, topk_weights]
+            widths += [_row_bytes(sent_ids), _row_bytes(topk_weights)]
+            shapes += [(ids.shape[1], torch.int32), (ids.shape[1], torch.float32)]
+            fills: list[int | None] = [0 if shared.config.scrub == "all" else None] * len(rows)
+            if shared.config.scrub == "all" and neutral is not None:
+                fills[1] = neutral
+            call = self._dispatch_call(
+                ids,
+                rows,
+                widths,
+                fills,
+                runtime_max_tokens_per_rank,
+                ids_payload,
+                invalid_token_expert_id,
+                quantize,
+                eplb_local_stats,
+                (stream, num_sms, enable_pdl),
+            )
+        except A2AError as error:
+            self._decline("dispatch", error)
+            raise
+        shared.transport.dispatch(call)
+        self._dispatched(call)
+        views = [
+            self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, (width,), dtype)
+            for payload, (width, dtype) in zip(call.payloads, shapes, strict=True)
+        ]
+        scales = views[1] if ids_payload == 2 else None
+        if scales is not None and scale_layout is not ScaleLayout.LINEAR:
+            scales = swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout)
+        return Dispatched(views[0], scales, views[ids_payload], views[ids_payload + 1], self.recv_counts)
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The combine area as a tensor `[ep, R, hidden_size]`, for experts that write their output in place.
+
+        Exists only between dispatch and combine. Its contents are whatever was there before.
+
+        Raises:
+            StateError: not dispatched.
+            ShapeError: wider than the workspace was built for, or R is not that of the dispatch.
+        """
+        self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
+        self._check_same_rows(runtime_max_tokens_per_rank)
+        self._check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+        offset = self._shared.layout.region("combine", self._index).offset_bytes
+        return self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype)
+
+    def combine(
+        self,
+        payload: Tensor,
+        runtime_max_tokens_per_rank: int,
+        payload_in_workspace: bool = False,
+        output_dtype: torch.dtype | None = None,
+        output_scales: Tensor | None = None,
+        output_scalar_scale: float | Tensor = 1.0,
+        sf_layout: ScaleLayout = ScaleLayout.LINEAR,
+        output: Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: Tensor | None = None,
+        stream: Any = None,
+        num_sms: int | None = None,
+        enable_pdl: bool | None = None,
+    ) -> Tensor:
+        """Sum every token's rows over its distinct destination ranks.
+
+        `out[t]` is the sum in fp32, in ascending destination rank from +0, rounded once to nearest even. No routing
+        weights are applied: experts have applied them and reduced over their local experts. The result is already
+        reduced over ranks.
+
+        Args:
+            payload: `[ep, R, H']` or `[ep*R, H']`, contiguous, fp16, bf16 or fp32 (or float8_e4m3fn with
+                `use_low_precision`, taken at scale 1). `H'` equal on all ranks. Rows of no token are not read.
+            runtime_max_tokens_per_rank: R of the dispatch.
+            payload_in_workspace: the payload is the view of `get_combine_payload_tensor_in_workspace`: no copy is made.
+            output_dtype: None for the payload's dtype (bf16 with `use_low_precision`). float8_e4m3fn makes mxfp8, uint8
+                with e4m3 `output_scales` nvfp4, uint8 with uint8 (or e8m0) `output_scales` mxfp4: the sum is rounded to
+                the payload's dtype first, then quantised.
+            output_scales: where quantised output's scales are written, in `sf_layout`.
+            output_scalar_scale: global scale of nvfp4 output; 1.0 for everything else.
+            sf_layout: layout of `output_scales`.
+            output: `[n, W]` tensor of the caller to write into; None makes one.
+            use_low_precision: the wire carries e4m3 with an fp32 scale per 128 elements. An element of a row is off by
+                at most 2**-4 of its value (half a unit of a 3-bit mantissa) plus 2**-10/448 of its block's largest.
+            active_rank_mask, stream, num_sms, enable_pdl: as in `dispatch`.
+
+        Returns:
+            `[n, W]`, `output` itself if given.
+
+        Host synchronisation:
+            The host transport returns when the sums are complete. GPU transports do not synchronise.
+
+        Raises:
+            StateError: not dispatched.
+            ShapeError, ConfigError, MismatchError: raised on every rank; still dispatched, combine may be called again.
+            PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
+        """
+        self._enter("combine", _DISPATCHED)
+        shared, this = self._shared, self._last_round("combine")
+        try:
+            self._set_mask(active_rank_mask)
+            blocks = self._checked_blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
+            width, rows = blocks.shape[2], this.num_tokens
+            wire_bytes = (
+                low_precision_bytes_per_token(width) if use_low_precision else width * blocks.dtype.itemsize
+            )
+            self._check_combine_width(wire_bytes, width, blocks.dtype)
+            if payload_in_workspace:
+                self._check_in_workspace(blocks)
+            quantize, out_width, out_dtype = self._output(
+                output_dtype, output_scales, output_scalar_scale, sf_layout, blocks, use_low_precision
+            )
+            if output is None:
+                output = torch.empty((rows, out_width), dtype=out_dtype, device=blocks.device)
+            else:
+                self._check_tensor("output", output, (rows, out_width), out_dtype)
+            if quantize is not None and output_scales is not None:
+                scales_width = quantize.wire_format.scales_width(width, quantize.alignment)
+                numel = math.prod(sf_layout.shape(rows, scales_width))
+                if output_scales.numel() != numel or not output_scales.is_contiguous():
+                    raise ShapeError(
+                        what="output_scales",
+                        got=f"{tuple(output_scales.shape)}",
+                        wanted=f"a contiguous tensor of {numel} elements for {rows} rows of {scales_width} scales",
+                        rank=self.ep_rank,
+                    )
+            self._attempt += 1
+            call = CombineCall(
+                context=self._index,
+                round=self._round_number,
+                attempt=self._attempt,
+                payload=blocks,
+                payload_in_workspace=payload_in_workspace,
+                runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+                num_tokens=rows,
+                low_precision=use_low_precision,
+                output=output,
+                output_quantize=quantize,
+                output_scales=output_scales,
+                scale_layout=sf_layout,
+                timeout_s=self._budget(),
+                stream=stream,
+                num_sms=num_sms,
+                enable_pdl=enable_pdl,
+            )
+        except A2AError as error:
+            self._decline("combine", error)
+            raise
+        shared.transport.combine(call)
+        self._state = _IDLE
+        self._warm = True
+        return output
+
+    # ---- what a round left behind ----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """"idle", "dispatched" or "closed"."""
+        return _CLOSED if self._shared.closed else self._state
+
+    @property
+    def recv_counts(self) -> Tensor:
+        """int32 `[ep]` on the transport's device: rows received from each rank in the last dispatch."""
+        return self._table("recv_counts", (self.ep_size,))
+
+    @property
+    def send_counts(self) -> Tensor:
+        """int32 `[ep]` on the transport's device: rows sent to each rank in the last dispatch."""
+        return self._table("send_counts", (self.ep_size,))
+
+    @property
+    def topk_target_ranks(self) -> Tensor:
+        """int32 `[n, k]`: the rank of a token's first pick there; -1 for later picks and picks that go nowhere."""
+        this = self._last_round("topk_target_ranks")
+        return self._table("topk_target_ranks", (this.num_tokens, this.num_picks))
+
+    @property
+    def topk_send_indices(self) -> Tensor:
+        """int32 `[n, k]`: the slot where `topk_target_ranks` has a rank, else -1."""
+        this = self._last_round("topk_send_indices")
+        return self._table("topk_send_indices", (this.num_tokens, this.num_picks))
+
+    @property
+    def eplb_gathered_stats(self) -> Tensor | None:
+        """int32 `[ep, Es]`, the statistics of all ranks; None if the last dispatch carried none."""
+        if not self._last_round("eplb_gathered_stats").has_eplb:
+            return None
+        return self._table("eplb_gathered_stats", (self.ep_size, self._shared.config.eplb_stats_num_experts))
+
+    @property
+    def rank_mask(self) -> Tensor:
+        """uint64 `[ceil(ep/64)]` on the transport's device, bit `r` set while rank `r` takes part; writable.
+
+        Equal on all active ranks at every call, own bit set. A masked rank is neither sent to nor waited for.
+
+        Raises:
+            ConfigError: the object was built without `enable_rank_mask`.
+        """
+        if not self._shared.config.enable_rank_mask:
+            raise ConfigError(what="enable_rank_mask", got=False, wanted="True at construction to use rank_mask")
+        return self._region("rank_mask").view(torch.uint64)
+
+    # ---- identity --------------------------------------------------------------------------------------------------
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank in the group."""
+        return self._shared.transport.rank
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks in the group."""
+        return self._shared.config.ep_size
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, verb: str, state: str) -> None:
+        self._require(verb, state)
+        self._shared.transport.check()
+
+    def _require(self, verb: str, state: str) -> None:
+        if self.state != state:
+            change = {
+                _CLOSED: "build a new object",
+                _IDLE: "call dispatch first",
+                _DISPATCHED: "call combine first, or reset() on every rank",
+            }[self.state]
+            raise StateError(rank=self.ep_rank, call=verb, state=self.state, change=change)
+
+    def _decline(self, phase: str, error: A2AError) -> None:
+        if phase == "dispatch":
+            self._round_number += 1
+        else:
+            self._attempt += 1
+        self._shared.transport.decline(phase, self._index, self._round_number, self._attempt, error.to_facts())
+
+    def _budget(self) -> float:
+        return self._shared.timeout_s if self._warm else self._shared.startup_timeout_s
+
+    def _dispatch_call(
+        self,
+        topk_ids: Tensor,
+        rows: Sequence[Tensor | None],
+        widths: Sequence[int],
+        fills: Sequence[int | None],
+        runtime_max_tokens_per_rank: int,
+        ids_payload: int | None,
+        invalid_id: int | None,
+        quantize: Quantize | None,
+        eplb_local_stats: Tensor | None,
+        launch: tuple[Any, int | None, bool | None],
+    ) -> DispatchCall:
+        shared = self._shared
+        config = shared.config
+        most, n = runtime_max_tokens_per_rank, topk_ids.shape[0]
+        if not isinstance(most, int) or isinstance(most, bool) or not max(1, n) <= most <= config.max_num_tokens:
+            raise ShapeError(
+                what="runtime_max_tokens_per_rank",
+                got=most,
+                wanted=f"an integer in max(1, n = {n})..max_num_tokens = {config.max_num_tokens}",
+                rank=self.ep_rank,
+            )
+        self._check_eplb(eplb_local_stats)
+        invalid = DEFAULT_INVALID_ID if invalid_id is None else invalid_id
+        if not isinstance(invalid, int) or not -(2**31) <= invalid < 2**31:
+            raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
+        offsets = shared.layout.payload_offsets(widths, self._index)
+        payloads = tuple(map(Payload, rows, widths, offsets, fills))
+        stream, num_sms, enable_pdl = launch
+        self._round_number += 1
+        self._attempt = 0
+        return DispatchCall(
+            context=self._index,
+            round=self._round_number,
+            topk_ids=topk_ids,
+            payloads=payloads,
+            runtime_max_tokens_per_rank=most,
+            ids_payload=None if config.scrub is None else ids_payload,
+            invalid_id=invalid,
+            quantize=quantize,
+            eplb_local_stats=eplb_local_stats,
+            timeout_s=self._budget(),
+            stream=stream,
+            num_sms=num_sms,
+            enable_pdl=enable_pdl,
+        )
+
+    def _dispatched(self, call: DispatchCall) -> None:
+        self._state = _DISPATCHED
+        self._round = _Round(
+            call.runtime_max_tokens_per_rank,
+            call.topk_ids.shape[0],
+            call.topk_ids.shape[1],
+            call.eplb_local_stats is not None,
+        )
+
+    def _checked_ids(self, ids: Tensor) -> Tensor:
+        config = self._shared.config
+        fits = (
+            isinstance(ids, Tensor)
+            and ids.dim() == 2
+            and ids.dtype in (torch.int32, torch.int64)
+            and 1 <= ids.shape[1] <= config.top_k
+            and ids.is_contiguous()
+            and ids.device == self._shared.transport.workspace.device
+        )
+        if not fits:
+            raise ShapeError(
+                what="token_selected_experts",
+                got=_describe(ids),
+                wanted=f"a contiguous int32 or int64 tensor [n, k], 1 <= k <= top_k = {config.top_k}, "
+                f"on {self._shared.transport.workspace.device}",
+                rank=self.ep_rank,
+            )
+        return ids
+
+    def _checked_rows(self, payloads: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
+        if not isinstance(payloads, list | tuple) or not 1 <= len(payloads) <= MAX_PAYLOADS:
+            got = f"{len(payloads)} payloads" if isinstance(payloads, list | tuple) else _describe(payloads)
+            raise ShapeError(
+                what="input_payloads", got=got, wanted=f"a list of 1 to {MAX_PAYLOADS} tensors", rank=self.ep_rank
+            )
+        for index, rows in enumerate(payloads):
+            self._check_tensor(f"input_payloads[{index}]", rows, (num_tokens, None), None)
+        return list(payloads)
+
+    def _check_ids_payload(self, index: int | None, rows: Sequence[Tensor], topk_ids: Tensor) -> None:
+        if index is None:
+            return
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(rows):
+            raise ShapeError(
+                what="expert_id_payload_index",
+                got=index,
+                wanted=f"the index of one of {len(rows)} payloads",
+                rank=self.ep_rank,
+            )
+        if rows[index].dtype not in (torch.int32, torch.int64) or rows[index].shape != topk_ids.shape:
+            raise ShapeError(
+                what=f"input_payloads[{index}], which expert_id_payload_index names",
+                got=_describe(rows[index]),
+                wanted=f"int32 or int64 ids of shape {tuple(topk_ids.shape)}",
+                rank=self.ep_rank,
+            )
+
+    def _check_tensor(
+        self, what: str, tensor: Tensor, shape: tuple[int, int | None], dtype: torch.dtype | None
+    ) -> None:
+        device = self._shared.transport.workspace.device
+        fits = (
+            isinstance(tensor, Tensor)
+            and tensor.dim() == 2
+            and tensor.shape[0] == shape[0]
+            and shape[1] in (None, tensor.shape[1])
+            and dtype in (None, tensor.dtype)
+            and tensor.is_contiguous()
+            and tensor.device == device
+        )
+        if not fits:
+            columns = "*" if shape[1] is None else shape[1]
+            raise ShapeError(
+                what=what,
+                got=_describe(tensor),
+                wanted=f"a contiguous tensor [{shape[0]}, {columns}]{f' of {dtype}' if dtype else ''} on {device}",
+                rank=self.ep_rank,
+            )
+
+    def _check_weights(self, weights: Tensor, ids: Tensor) -> None:
+        self._check_tensor("topk_weights", weights, (ids.shape[0], ids.shape[1]), torch.float32)
+
+    def _check_eplb(self, stats: Tensor | None) -> None:
+        wanted = self._shared.config.eplb_stats_num_experts
+        if stats is None:
+            return
+        if not wanted:
+            raise ConfigError(
+                what="eplb_local_stats",
+                got=_describe(stats),
+                wanted="None, since the object was built with eplb_stats_num_experts = 0",
+                rank=self.ep_rank,
+            )
+        device = self._shared.transport.workspace.device
+        fits = (
+            isinstance(stats, Tensor)
+            and tuple(stats.shape) == (wanted,)
+            and stats.dtype == torch.int32
+            and stats.is_contiguous()
+            and stats.device == device
+        )
+        if not fits:
+            raise ShapeError(
+                what="eplb_local_stats",
+                got=_describe(stats),
+                wanted=f"a contiguous int32 tensor [{wanted}] on {device}",
+                rank=self.ep_rank,
+            )
+
+    def _set_mask(self, mask: Tensor | None) -> None:
+        if mask is None:
+            return
+        words = -(-self.ep_size // 64)
+        mine = self.rank_mask
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.uint64
+            or tuple(mask.shape) != (words,)
+            or mask.is_cuda
+        ):
+            raise ShapeError(
+                what="active_rank_mask",
+                got=_describe(mask),
+                wanted=f"a uint64 tensor [{words}] on the CPU",
+                rank=self.ep_rank,
+            )
+        if not int(mask[self.ep_rank // 64]) >> (self.ep_rank % 64) & 1:
+            raise ConfigError(
+                what="active_rank_mask",
+                got=[hex(word) for word in mask.tolist()],
+                wanted=f"bit {self.ep_rank} set, the caller's own",
+                rank=self.ep_rank,
+            )
+        mine.copy_(mask)
+
+    def _fill_byte(self, dtype: torch.dtype) -> int | None:
+        if self._shared.config.scrub != "all":
+            return None
+        return _NEUTRAL_E8M0 if _E8M0 is not None and dtype == _E8M0 else 0
+
+    def _wire(
+        self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
+    ) -> tuple[WireFormat, Quantize | None]:
+        config = self._shared.config
+        if config.wire_format is None:
+            raise ConfigError(
+                what="wire_format",
+                got=None,
+                wanted="a wire format at construction to use dispatch_tokens",
+                change="pass wire_format=..., or call dispatch with payloads of your own",
+                rank=self.ep_rank,
+            )
+        wire = wire_format(config.wire_format)
+        if not isinstance(hidden_states, Tensor):
+            raise ShapeError(
+                what="hidden_states",
+                got=_describe(hidden_states),
+                wanted="a tensor [n, hidden_size]",
+                rank=self.ep_rank,
+            )
+        if global_scale is not None:
+            if not wire.needs_global_scale:
+                raise ConfigError(
+                    what="global_scale", got="a tensor", wanted=f"None, since {wire.name} has none", rank=self.ep_rank
+                )
+            fits = (
+                isinstance(global_scale, Tensor)
+                and global_scale.numel() == 1
+                and global_scale.dtype == torch.float32
+                and global_scale.device == self._shared.transport.workspace.device
+            )
+            if not fits:
+                raise ShapeError(
+                    what="global_scale",
+                    got=_describe(global_scale),
+                    wanted=f"one float32 on {self._shared.transport.workspace.device}",
+                    rank=self.ep_rank,
+                )
+        one_byte_scales = wire.scales_dtype is not None and wire.scales_dtype.itemsize == 1
+        if scale_layout is not ScaleLayout.LINEAR and not one_byte_scales:
+            raise ConfigError(
+                what="scale_layout",
+                got=scale_layout.name,
+                wanted=f"LINEAR, since {wire.name} has no scales of one byte",
+                rank=self.ep_rank,
+            )
+        quantised = hidden_states.dtype == wire.data_dtype
+        if wire.scales_dtype is None:
+            if scale is not None:
+                raise ConfigError(
+                    what="scale", got="a tensor", wanted=f"None, since {wire.name} has no scales", rank=self.ep_rank
+                )
+            if not quantised:
+                raise ShapeError(
+                    what="hidden_states",
+                    got=_describe(hidden_states),
+                    wanted=f"{wire.data_dtype}, the wire format",
+                    rank=self.ep_rank,
+                )
+            return wire, None
+        if quantised:
+            if scale is None:
+                raise ConfigError(
+                    what="scale",
+                    got=None,
+                    wanted=f"the scales of hidden states that are already {wire.name}",
+                    rank=self.ep_rank,
+                )
+            return wire, None
+        if hidden_states.dtype not in _COMBINE_DTYPES:
+            raise ShapeError(
+                what="hidden_states",
+                got=_describe(hidden_states),
+                wanted=f"bf16, fp16 or fp32 to be quantised, or {wire.data_dtype} with its scales",
+                rank=self.ep_rank,
+            )
+        if scale is not None:
+            raise ConfigError(
+                what="scale",
+                got="a tensor",
+                wanted=f"None for {hidden_states.dtype} hidden states, which the exchange quantises itself",
+                rank=self.ep_rank,
+            )
+        if global_scale is None and wire.needs_global_scale:
+            global_scale = self._one()
+        return wire, Quantize(wire, config.mx_alignment, global_scale)
+
+    def _one(self) -> Tensor:
+        key = "one"
+        if key not in self._views:
+            self._views[key] = torch.ones((), dtype=torch.float32, device=self._shared.transport.workspace.device)
+        return self._views[key]
+
+    def _check_same_rows(self, runtime_max_tokens_per_rank: int) -> None:
+        this = self._last_round("combine")
+        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
+            raise ShapeError(
+                what="runtime_max_tokens_per_rank",
+                got=runtime_max_tokens_per_rank,
+                wanted=f"{this.runtime_max_tokens_per_rank}, that of the dispatch",
+                rank=self.ep_rank,
+            )
+
+    def _check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
+        most = self._shared.config.combine_bytes_per_token
+        if not 0 <= wire_bytes <= most:
+            raise ShapeError(
+                what="combine payload",
+                got=f"{hidden_size} x {dtype}, {wire_bytes} bytes a row on the wire",
+                wanted=f"at most the {most} bytes a row that the workspace was built for",
+                change="raise hidden_size or combine_dtype_bytes_per_elem at construction",
+                rank=self.ep_rank,
+            )
+
+    def _checked_blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> Tensor:
+        self._check_same_rows(runtime_max_tokens_per_rank)
+        ep, most = self.ep_size, runtime_max_tokens_per_rank
+        allowed = (*_COMBINE_DTYPES, torch.float8_e4m3fn) if low_precision else _COMBINE_DTYPES
+        fits = (
+            isinstance(payload, Tensor)
+            and payload.dtype in allowed
+            and payload.is_contiguous()
+            and payload.device == self._shared.transport.workspace.device
+            and payload.dim() in (2, 3)
+            and tuple(payload.shape[:-1]) in ((ep, most), (ep * most,))
+        )
+        if not fits:
+            raise ShapeError(
+                what="payload",
+                got=_describe(payload),
+                wanted=f"a contiguous tensor [{ep}, {most}, H'] or [{ep * most}, H'] of "
+                + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+                + f" on {self._shared.transport.workspace.device}",
+                rank=self.ep_rank,
+            )
+        return payload.view(ep, most, payload.shape[-1])
+
+    def _check_in_workspace(self, blocks: Tensor) -> None:
+        region = self._region("combine")
+        if blocks.data_ptr() != region.data_ptr():
+            raise ShapeError(
+                what="payload with payload_in_workspace=True",
+                got=f"address {blocks.data_ptr():#x}",
+                wanted=f"{region.data_ptr():#x}, the view of get_combine_payload_tensor_in_workspace",
+                rank=self.ep_rank,
+            )
+
+    def _output(
+        self,
+        output_dtype: torch.dtype | None,
+        output_scales: Tensor | None,
+        output_scalar_scale: float | Tensor,
+        sf_layout: ScaleLayout,
+        blocks: Tensor,
+        low_precision: bool,
+    ) -> tuple[Quantize | None, int, torch.dtype]:
+        """How the output is made, its columns and its dtype."""
+        width = blocks.shape[2]
+        dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
+        packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+        scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
+        if dtype in _COMBINE_DTYPES:
+            if low_precision and dtype != torch.bfloat16:
+                raise ConfigError(
+                    what="output_dtype", got=str(dtype), wanted="bfloat16 with use_low_precision", rank=self.ep_rank
+                )
+            if output_scales is not None or scalar_given or sf_layout is not ScaleLayout.LINEAR:
+                raise ConfigError(
+                    what="output_scales, output_scalar_scale, sf_layout",
+                    got="values for quantised output",
+                    wanted=f"their defaults, since {dtype} output is not quantised",
+                    rank=self.ep_rank,
+                )
+            return None, width, dtype
+        if dtype not in (torch.float8_e4m3fn, torch.uint8, packed):
+            raise ConfigError(
+                what="output_dtype",
+                got=str(dtype),
+                wanted="float16, bfloat16, float32, float8_e4m3fn (mxfp8) or uint8 (nvfp4, mxfp4)",
+                rank=self.ep_rank,
+            )
+        scales_dtype = output_scales.dtype if isinstance(output_scales, Tensor) else None
+        name = {
+            (True, torch.uint8): "mxfp8",
+            (True, _E8M0): "mxfp8",
+            (False, torch.float8_e4m3fn): "nvfp4",
+            (False, torch.uint8): "mxfp4",
+            (False, _E8M0): "mxfp4",
+        }.get((dtype == torch.float8_e4m3fn, scales_dtype))
+        if scales_dtype is None or name is None:
+            raise ConfigError(
+                what="output_scales",
+                got=_describe(output_scales),
+                wanted="a tensor whose dtype says the format: uint8 for mxfp8 and mxfp4, float8_e4m3fn for nvfp4",
+                rank=self.ep_rank,
+            )
+        wire = wire_format(name)
+        reasons = wire.check(width, 0)
+        if reasons:
+            raise ShapeError(
+                what=f"{name} output", got=f"rows of {width}", wanted="; ".join(reasons), rank=self.ep_rank
+            )
+        if scalar_given and not wire.needs_global_scale:
+            raise ConfigError(
+                what="output_scalar_scale",
+                got=output_scalar_scale,
+                wanted=f"1.0, since {name} has no global scale",
+                rank=self.ep_rank,
+            )
+        scale: Tensor | None = None
+        if wire.needs_global_scale:
+            scale = (
+                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=blocks.device)
+                if scalar_given
+                else self._one()
+            )
+        return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
+
+    # ---- views -----------------------------------------------------------------------------------------------------
+
+    def _last_round(self, what: str) -> _Round:
+        if self._round is None or self._shared.closed:
+            raise StateError(rank=self.ep_rank, call=what, state=self.state, change="call dispatch first")
+        return self._round
+
+    def _region(self, name: str) -> Tensor:
+        region = self._shared.layout.region(name, self._index)
+        return self._shared.transport.workspace[self.ep_rank, region.offset_bytes : region.end_bytes]
+
+    def _table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._last_round(name)
+        key = (name, shape)
+        view = self._views.get(key)
+        if view is None:
+            flat = self._region(name).view(torch.int32)[: math.prod(shape)]
+            view = self._remember(key, flat.view(shape))
+        return view
+
+    def _view(self, offset_bytes: int, most: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = (offset_bytes, most, row_shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            ep = self.ep_size
+            num_bytes = ep * most * dtype.itemsize * math.prod(row_shape)
+            raw = self._shared.transport.workspace[self.ep_rank, offset_bytes : offset_bytes + num_bytes]
+            view = self._remember(key, raw.view(dtype).view(ep, most, *row_shape))
+        return view
+
+    def _remember(self, key: object, view: Tensor) -> Tensor:
+        if len(self._views) >= _MAX_CACHED_VIEWS:
+            self._views.clear()
+        self._views[key] = view
+        return view
+
+    def _start_over(self) -> None:
+        self._state = _IDLE
+        self._round_number = 0
+        self._attempt = 0
+        self._warm = False
+        self._round = None
+        self._views.clear()
+
+
+class MoeAlltoAll(RoundContext):
+    """The exchange of one Mixture-of-Experts layer group: dispatch to the experts' ranks, combine what they made.
+
+    Building is collective: every rank of the group builds with equal values, or every rank raises. The object is a
+    context manager, and the first of its own `contexts`.
+
+    Args:
+        max_num_tokens: M, local tokens a rank may dispatch in one round.
+        top_k: picks per token, at most 64; a dispatch may carry fewer.
+        num_experts: E, global experts, at least one per rank.
+        hidden_size: H, elements of a row.
+        dispatch_dtype_bytes_per_elem: 2, 1, 4, or 0 for packed 4-bit: with `dispatch_scale_bytes_per_token` the row
+            size for payloads that the caller quantises. Leave both alone when `wire_format` is given.
+        dispatch_scale_bytes_per_token: bytes of scales beside a row.
+        wire_format: "bf16", "fp16", "fp8_block", "mxfp8", "nvfp4" or "mxfp4", for `dispatch_tokens`.
+        mx_alignment: multiple to which mxfp8 rows are padded, in elements.
+        combine_dtype_bytes_per_elem: 2, 4, or 1 for the e4m3 wire.
+        extra_payload_bytes_per_token: bytes of payloads beyond row, scales, int32 ids and fp32 weights.
+        comm: a torch ProcessGroup, an mpi4py communicator, any object with their verbs, or None for the launcher's
+            environment. Its size is `ep_size`.
+        transport: a transport's name, or "auto" for the one A2A_TRANSPORT names, else the first that can.
+        placement: rank of each expert; None for contiguous shares.
+        name: tells objects of one program apart in the comparison between ranks.
+        row_order: "compact" or "token": see `dispatch` in the reference module.
+        scrub: "ids" gives padded slots the invalid id, "all" fills their other payloads too, None leaves them alone.
+        eplb_stats_num_experts: Es, length of the statistics gathered with a dispatch.
+        enable_rank_mask: allow ranks to be masked out.
+        num_contexts: independent rounds in flight.
+        startup_timeout_s: budget of each wait while building and in the first round, in seconds; None for
+            A2A_STARTUP_TIMEOUT_S, else 300.
+        timeout_s: budget of each wait afterwards, in seconds; None for A2A_TIMEOUT_S, else 30. Both may be set later.
+
+    Raises:
+        ConfigError, Unsupported, MismatchError: on every rank, before memory is taken.
+        PeerTimeout, PeerLost: a rank does not come.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden_size: int,
+        dispatch_dtype_bytes_per_elem: int = 2,
+        dispatch_scale_bytes_per_token: int = 0,
+        wire_format: str | None = None,
+        mx_alignment: int = 0,
+        combine_dtype_bytes_per_elem: int = 2,
+        extra_payload_bytes_per_token: int = 0,
+        comm: object | None = None,
+        transport: str = "auto",
+        placement: Placeable | None = None,
+        name: str = "default",
+        row_order: str = "compact",
+        scrub: str | None = "ids",
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
+        num_contexts: int = 1,
+        startup_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        env = Env.read()
+        startup_timeout_s = env.startup_timeout_s if startup_timeout_s is None else startup_timeout_s
+        timeout_s = env.timeout_s if timeout_s is None else timeout_s
+        if transport == "auto" and env.transport is not None:
+            transport = env.transport
+        # Meeting the others needs a budget already; a bad one is reported to all ranks once they have met.
+        meeting_s = startup_timeout_s if _is_budget(startup_timeout_s) else Env.startup_timeout_s
+        self._comm = resolve(comm, timeout_s=meeting_s)
+        config: ExchangeConfig | None = None
+        problem: A2AError | None = None
+        try:
+            _check_budget("startup_timeout_s", startup_timeout_s)
+            _check_budget("timeout_s", timeout_s)
+            config = ExchangeConfig(
+                ep_size=self._comm.Get_size(),
+                max_num_tokens=max_num_tokens,
+                top_k=top_k,
+                num_experts=num_experts,
+                hidden_size=hidden_size,
+                wire_format=wire_format,
+                mx_alignment=mx_alignment,
+                dispatch_dtype_bytes_per_elem=dispatch_dtype_bytes_per_elem,
+                dispatch_scale_bytes_per_token=dispatch_scale_bytes_per_token,
+                combine_dtype_bytes_per_elem=combine_dtype_bytes_per_elem,
+                extra_payload_bytes_per_token=extra_payload_bytes_per_token,
+                placement=_placement_table(placement),
+                name=name,
+                row_order=row_order,
+                scrub=scrub,
+                eplb_stats_num_experts=eplb_stats_num_experts,
+                enable_rank_mask=enable_rank_mask,
+                num_contexts=num_contexts,
+            )
+            if transport != "auto":
+                transport_class(transport)
+        except A2AError as error:
+            problem = error
+        config = _agree(self._comm, config, problem, {"transport": transport})
+        self._choice = choose(transport, config, self._comm)
+        super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
+        self._others = self._more_contexts()
+
+    def _build(self, config: ExchangeConfig, startup_timeout_s: float, timeout_s: float) -> _Shared:
+        chosen = transport_class(self._choice.name)
+        layout = WorkspaceLayout(config, chosen.control_regions(config))
+        placement = (
+            Placement.contiguous(config.num_experts, config.ep_size)
+            if config.placement is None
+            else Placement(config.placement, config.ep_size)
+        )
+        moved = chosen(config, layout, placement, self._comm, timeout_s=startup_timeout_s)
+        return _Shared(config, layout, placement, moved, startup_timeout_s, timeout_s)
+
+    def _more_contexts(self) -> tuple[RoundContext, ...]:
+        return tuple(RoundContext(self._shared, index) for index in range(1, self._shared.config.num_contexts))
+
+    @property
+    def contexts(self) -> tuple[RoundContext, ...]:
+        """`num_contexts` independent sequences of rounds; the first is the object itself."""
+        return (self, *self._others)
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use."""
+        return self._choice.name
+
+    @property
+    def transport_choice(self) -> Choice:
+        """What was chosen and why."""
+        return self._choice
+
+    @property
+    def config(self) -> ExchangeConfig:
+        """What is exchanged, as agreed by all ranks."""
+        return self._shared.config
+
+    @property
+    def layout(self) -> WorkspaceLayout:
+        """Where every byte of a workspace lives."""
+        return self._shared.layout
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which expert."""
+        return self._shared.placement
+
+    @property
+    def max_num_tokens(self) -> int:
+        """M, local tokens a rank may dispatch in one round."""
+        return self._shared.config.max_num_tokens
+
+    @property
+    def top_k(self) -> int:
+        """Most picks per token."""
+        return self._shared.config.top_k
+
+    @property
+    def num_experts(self) -> int:
+        """E, global experts."""
+        return self._shared.config.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        """H, elements of a row."""
+        return self._shared.config.hidden_size
+
+    @property
+    def workspace_size_per_rank(self) -> int:
+        """Bytes of one rank's workspace."""
+        return self._shared.layout.num_bytes
+
+    @property
+    def workspace(self) -> Tensor:
+        """uint8 `[ep, bytes]`, the workspaces of all ranks, row `r` being rank `r`'s."""
+        return self._shared.transport.workspace
+
+    @property
+    def startup_timeout_s(self) -> float:
+        """Budget of each wait in a context's first round, in seconds; may be set."""
+        return self._shared.startup_timeout_s
+
+    @startup_timeout_s.setter
+    def startup_timeout_s(self, value: float) -> None:
+        _check_budget("startup_timeout_s", value)
+        self._shared.startup_timeout_s = value
+
+    @property
+    def timeout_s(self) -> float:
+        """Budget of each later wait, in seconds; may be set."""
+        return self._shared.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        _check_budget("timeout_s", value)
+        self._shared.timeout_s = value
+
+    def on_point(self, hook: Hook | None) -> None:
+        """Call `hook(point, round)` at each named point of this rank's rounds; None calls nothing.
+
+        For tests that delay, end or corrupt a rank there. The names are `POINTS` of the transport.
+        """
+        self._shared.transport.hook = hook
+
+    def check(self) -> None:
+        """Raise the error that this rank or a peer has recorded, if any. No device synchronisation."""
+        self._require_open("check")
+        self._shared.transport.check()
+
+    def reset(self, *, timeout_s: float | None = None) -> None:
+        """Leave whatever state an exception left behind, in all contexts. Collective.
+
+        Waits for this rank's launched work, then for all ranks to call it. Recorded errors are forgotten, round numbers
+        start over, masked ranks that are connected take part again.
+
+        Args:
+            timeout_s: budget; None for the object's `timeout_s`.
+
+        Raises:
+            PeerTimeout, PeerLost: a rank did not come.
+        """
+        self._require_open("reset")
+        self._shared.transport.reset(timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+        for context in self.contexts:
+            context._start_over()
+
+    def ensure(self, **sizes: Any) -> bool:
+        """Grow to the union of what this object holds and what any rank of its group asks for. Collective.
+
+        Sizes never shrink. If anything grows, the workspace is a new one: old views are dead, rounds start over.
+
+        Args:
+            **sizes: names and values as in the constructor. Capacities (`max_num_tokens`, `top_k`, `hidden_size`, the
+                byte sizes, `eplb_stats_num_experts`, `num_contexts`) grow; other values must be those of the object.
+
+        Returns:
+            Whether the workspace was replaced.
+
+        Raises:
+            StateError: a context is not idle; on every rank.
+            ConfigError: an unknown name or a value that cannot change; on every rank.
+        """
+        self._require_open("ensure")
+        config = self._shared.config
+        wanted: ExchangeConfig | None = None
+        problem: A2AError | None = None
+        try:
+            wanted = _union(config, sizes)
+            for context in self.contexts:
+                context._require("ensure", _IDLE)
+        except A2AError as error:
+            problem = error
+        requests = _gather(self._comm, None if wanted is None else _capacities(wanted), problem)
+        grown = {name: max(each[name] for each in requests) for name in _CAPACITIES}
+        union = dataclasses.replace(config, **grown)
+        if union == config:
+            return False
+        # A grown shape may be one that the transport cannot carry: ask before the old memory goes.
+        self._choice = choose(self._choice.name, union, self._comm)
+        old = self._shared
+        hook = old.transport.hook
+        built = self._build(union, old.startup_timeout_s, old.timeout_s)
+        old.transport.close()
+        built.transport.hook = hook
+        self._shared = built
+        self._start_over()
+        self._others = self._more_contexts()
+        return True
+
+    def close(self) -> None:
+        """Say goodbye to the peers and let go of the workspace; idempotent. Every rank should call it, none is awaited.
+
+        Views that are still alive keep their memory.
+        """
+        if not self._shared.closed:
+            self._shared.closed = True
+            self._shared.transport.close()
+            for context in self.contexts:
+                context._views.clear()
+
+    def __enter__(self) -> MoeAlltoAll:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self, verb: str) -> None:
+        if self._shared.closed:
+            raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
+
+
+_CAPACITIES: Final = (
+    "max_num_tokens",
+    "top_k",
+    "hidden_size",
+    "dispatch_dtype_bytes_per_elem",
+    "dispatch_scale_bytes_per_token",
+    "combine_dtype_bytes_per_elem",
+    "extra_payload_bytes_per_token",
+    "eplb_stats_num_experts",
+    "num_contexts",
+)
+
+
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(ExchangeConfig))
+
+
+def _capacities(config: ExchangeConfig) -> dict[str, int]:
+    return {name: getattr(config, name) for name in _CAPACITIES}
+
+
+def _union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
+    names = _FIELDS - {"ep_size"}
+    changes: dict[str, Any] = {}
+    for name, value in sizes.items():
+        if name not in names:
+            raise ConfigError(what="ensure", got=name, wanted="one of " + ", ".join(sorted(names)))
+        if name == "placement":
+                value = _placement_table(value)
+        held = getattr(config, name)
+        if name not in _CAPACITIES:
+            if value != held:
+                raise ConfigError(what=name, got=value, wanted=f"{held!r}, which ensure cannot change")
+            continue
+        # Checks the value by itself before it is compared.
+        changes[name] = max(held, getattr(dataclasses.replace(config, **{name: value}), name))
+    return dataclasses.replace(config, **changes)
+
+
+def _gather(comm: Comm, mine: Any, problem: A2AError | None) -> list[Any]:
+    """Every rank's value, or every rank raises: its own problem if it has one, else the first problem of another."""
+    answers = comm.allgather((mine, None if problem is None else problem.to_facts()))
+    if problem is not None:
+        raise problem
+    for rank, (_, facts) in enumerate(answers):
+        if facts is not None:
+            raise from_facts(facts, reporter=rank)
+    return [value for value, _ in answers]
+
+
+def _agree(
+    comm: Comm, config: ExchangeConfig | None, problem: A2AError | None, more: dict[str, Any]
+) -> ExchangeConfig:
+    """Compare what forms an address on all ranks, before memory is taken."""
+    facts = _gather(comm, None if config is None else {**config.facts(), **more}, problem)
+    differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
+    if len(differing) == 1:
+        raise MismatchError(what=differing[0], values={rank: each[differing[0]] for rank, each in enumerate(facts)})
+    if differing:
+        values = {rank: {name: each[name] for name in differing} for rank, each in enumerate(facts)}
+        raise MismatchError(what=", ".join(differing), values=values)
+    return ExchangeConfig(**{name: value for name, value in facts[0].items() if name in _FIELDS})
+
+
+def _placement_table(placement: Placeable | None) -> tuple[int, ...] | None:
+    if placement is None:
+        return None
+    if isinstance(placement, Placement):
+        placement = placement.table
+    if isinstance(placement, Tensor):
+        placement = placement.tolist()
+    if not isinstance(placement, list | tuple):
+        raise ConfigError(what="placement", got=type(placement).__name__, wanted="a rank for each expert")
+    return tuple(placement)
+
+
+def _is_budget(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_budget(what: str, value: object) -> None:
+    if not _is_budget(value):
+        raise ConfigError(what=what, got=value, wanted="a positive, finite number of seconds")
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1] * rows.dtype.itemsize
+
+
+def _narrow_ids(ids: Tensor) -> Tensor:
+    return torch.where(ids == ids.to(torch.int32), ids, -1).to(torch.int32)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        kind = "" if value.is_contiguous() else "non-contiguous "
+        return f"a {kind}{value.dtype} tensor {list(value.shape)} on {value.device}"
+    return repr(value)

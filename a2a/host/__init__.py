@@ -1,0 +1,1 @@
+"""host: transport: processes of one machine over shared memory."""

@@ -1,0 +1,451 @@
+"""host/transport: transport: processes of one machine over shared memory.
+
+Owns the protocol of a round on the CPU: three doorbells per peer, rows written straight into the receiver's workspace,
+sums read straight from the peers'. Refuses to know states, argument checks and offsets.
+
+A round of one context:
+
+    dispatch.enter   every rank says what it will send (R, row bytes, mask); all must say the same before any writes.
+                     Hearing it also means: that peer's last combine is over, so its rows may be overwritten.
+    dispatch.done    this rank's rows, counts and statistics are in the receivers' workspaces.
+    combine.ready    this rank's rows are in its own combine area; peers may read them until its next dispatch.enter.
+
+A doorbell is a message through a unix socket: what was stored before it was sent is seen after it was received.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from a2a.comm import Comm
+from a2a.comm.mesh import Mesh, host_identity
+from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig, low_precision_bytes_per_token
+from a2a.errors import MismatchError, from_facts
+from a2a.host.memory import shared_workspaces
+from a2a.host.sums import have_numba, sum_rows_numba, sum_rows_torch
+from a2a.layout import WorkspaceLayout
+from a2a.placement import Placement
+from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
+from a2a.transport import CombineCall, DispatchCall, Payload, Transport
+
+_ENTER: Final = "dispatch.enter"
+_DONE: Final = "dispatch.done"
+_READY: Final = "combine.ready"
+_DECLINED: Final = b"!"
+"""First byte of a doorbell whose sender refused its own arguments; JSON never starts with it."""
+
+_PHASES: Final = {"dispatch": _ENTER, "combine": _READY}
+_LOW_PRECISION_CHUNK: Final = 1 << 18
+"""Elements dequantised at a time, so that they stay in the second-level cache."""
+
+
+class _Route:
+    """Where this rank's tokens went in the round at hand.
+
+    Attributes:
+        slots: int64 `[n, ep]`, slot of a token at a rank, -1 where it has none.
+        active: ranks that take part, ascending.
+    """
+
+    __slots__ = ("active", "slots")
+
+    def __init__(self, slots: Tensor, active: Sequence[int]) -> None:
+        self.slots = slots
+        self.active = active
+
+
+class HostTransport(Transport):
+    """Processes of one machine. See the module for the protocol and `Transport` for the interface."""
+
+    name: ClassVar[str] = "host"
+    POINTS: ClassVar[tuple[str, ...]] = (
+        "dispatch.enter",
+        "dispatch.write",
+        "dispatch.signal",
+        "dispatch.wait",
+        "combine.stage",
+        "combine.signal",
+        "combine.wait",
+        "combine.sum",
+    )
+
+    @classmethod
+    def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
+        if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+            comm.allgather("")
+            return ["it needs Linux with memfd_create"]
+        hosts = comm.allgather(host_identity())
+        if hosts[comm.Get_rank()] != hosts[0]:
+            return ["this rank is on another host or in another network namespace than rank 0"]
+        return []
+
+    def __init__(
+        self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._placement = placement
+        self.rank = comm.Get_rank()
+        self._mesh = Mesh(comm, (_ENTER, _DONE, _READY), timeout_s=timeout_s)
+        self.workspace = shared_workspaces(layout.num_bytes, self._mesh, timeout_s=timeout_s)
+        self._everyone = tuple(range(config.ep_size))
+        self._routes: dict[int, _Route] = {}
+        self._sum_rows = sum_rows_numba() if have_numba() else sum_rows_torch
+        self._stride = self.workspace.stride(0)
+        for context in range(config.num_contexts):
+            if config.enable_rank_mask:
+                self._set_all_active(context)
+        # Nobody writes before everybody's memory and mask are ready.
+        comm.barrier()
+
+    # ---- dispatch --------------------------------------------------------------------------------------------------
+
+    def dispatch(self, call: DispatchCall) -> None:
+        mesh, context, round = self._mesh, call.context, call.round
+        self._at("dispatch.enter", round)
+        active = self._active_ranks(context)
+        peers = [rank for rank in active if rank != self.rank]
+        entry = self._entry(call, active)
+        mesh.signal(_ENTER, context, round, entry, peers=peers, timeout_s=call.timeout_s)
+        # The peers' entries travel while this rank works out where its tokens go.
+        owners, route = self._route(call, active)
+        sources = _wire_rows(call)
+        heard = mesh.wait(_ENTER, context, round, peers=peers, timeout_s=call.timeout_s)
+        self._compare(_ENTER, entry, heard)
+        self._at("dispatch.write", round)
+        self._routes[context] = route
+        self._write_tables(call, owners, route)
+        self._write_rows(call, sources, route)
+        self._at("dispatch.signal", round)
+        mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
+        self._at("dispatch.wait", round)
+        mesh.wait(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
+        self._scrub(call, route)
+
+    def _entry(self, call: DispatchCall, active: Sequence[int]) -> bytes:
+        facts = {
+            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
+            "payload_row_bytes": [payload.row_bytes for payload in call.payloads],
+            "eplb_local_stats": call.eplb_local_stats is not None,
+            "active_ranks": list(active),
+        }
+        return json.dumps(facts).encode()
+
+    def _route(self, call: DispatchCall, active: Sequence[int]) -> tuple[Tensor, _Route]:
+        """Rank of each pick, int64 `[n, k]` with `ep` for nowhere, and the slots that follow from it."""
+        ep, ids = self._config.ep_size, call.topk_ids
+        n = ids.shape[0]
+        owners = self._placement.owners(ids)
+        if len(active) != ep:
+            takes_part = torch.zeros(ep + 1, dtype=torch.bool)
+            takes_part[list(active)] = True
+            owners = torch.where(takes_part[owners], owners, -1)
+        owners = torch.where(owners < 0, ep, owners)
+        hits = torch.zeros((n, ep + 1), dtype=torch.bool).scatter_(1, owners, True)[:, :ep]
+        places = torch.arange(n)[:, None] if self._config.row_order == "token" else hits.cumsum(0) - 1
+        return owners, _Route(torch.where(hits, places, -1), active)
+
+    def _write_tables(self, call: DispatchCall, owners: Tensor, route: _Route) -> None:
+        ep, context = self._config.ep_size, call.context
+        n, k = owners.shape
+        picks = torch.arange(k).expand(n, k)
+        first = torch.full((n, ep + 1), k).scatter_reduce_(1, owners, picks, "amin").gather(1, owners) == picks
+        first &= owners < ep
+        slots = torch.nn.functional.pad(route.slots, (0, 1), value=-1).gather(1, owners)
+        self._table("topk_target_ranks", context, self.rank)[: n * k].view(n, k).copy_(torch.where(first, owners, -1))
+        self._table("topk_send_indices", context, self.rank)[: n * k].view(n, k).copy_(torch.where(first, slots, -1))
+        counts = (route.slots >= 0).sum(0, dtype=torch.int32)
+        self._table("send_counts", context, self.rank).copy_(counts)
+        everywhere = len(route.active) == ep
+        active = slice(None) if everywhere else torch.tensor(route.active)
+        # One strided store reaches every receiver: count and statistics lie at the same offset of each workspace.
+        self._tables("recv_counts", context)[active, self.rank] = counts[active]
+        if not everywhere:
+            silent = [rank for rank in self._everyone if rank not in route.active]
+            self._table("recv_counts", context, self.rank)[silent] = 0
+        if call.eplb_local_stats is not None:
+            gathered = self._tables("eplb_gathered_stats", context).view(ep, ep, -1)
+            gathered[active, self.rank] = call.eplb_local_stats
+        if self._config.row_order == "token":
+            most = call.runtime_max_tokens_per_rank
+            valid = torch.zeros((ep, most), dtype=torch.uint8)
+            valid[:, :n] = (route.slots >= 0).T
+            self._valid_rows(context)[active, self.rank, :most] = valid[active]
+            if not everywhere:
+                self._valid_rows(context)[self.rank, silent] = 0
+
+    def _write_rows(self, call: DispatchCall, sources: Sequence[Tensor], route: _Route) -> None:
+        most = call.runtime_max_tokens_per_rank
+        compact = self._config.row_order == "compact"
+        hits = route.slots.T >= 0
+        counts = hits.sum(1).tolist()
+        tokens = torch.split(hits.nonzero()[:, 1], counts)
+        for rank in route.active:
+            picked, count = tokens[rank], counts[rank]
+            if not count:
+                continue
+            for payload, rows in zip(call.payloads, sources, strict=True):
+                start = payload.offset_bytes + self.rank * most * payload.row_bytes
+                if count == rows.shape[0]:
+                    self._block(rank, start, count, payload.row_bytes).copy_(rows)
+                elif compact:
+                    torch.index_select(rows, 0, picked, out=self._block(rank, start, count, payload.row_bytes))
+                else:
+                    block = self._block(rank, start, rows.shape[0], payload.row_bytes)
+                    # Reads and writes the rows of no token as they are; nobody else writes this block.
+                    torch.where(hits[rank, :, None], rows, block, out=block)
+
+    def _scrub(self, call: DispatchCall, route: _Route) -> None:
+        scrubbed = [
+            index
+            for index, payload in enumerate(call.payloads)
+            if index == call.ids_payload or payload.fill_byte is not None
+        ]
+        if not scrubbed:
+            return
+        most, ep = call.runtime_max_tokens_per_rank, self._config.ep_size
+        if self._config.row_order == "token":
+            padded = self._valid_rows(call.context)[self.rank, :, :most] == 0
+            for index in scrubbed:
+                rows, value = self._scrub_target(call, call.payloads[index], index == call.ids_payload)
+                rows.masked_fill_(padded[..., None], value)
+            return
+        counts = self._table("recv_counts", call.context, self.rank).tolist()
+        for index in scrubbed:
+            rows, value = self._scrub_target(call, call.payloads[index], index == call.ids_payload)
+            for source in range(ep):
+                if counts[source] < most:
+                    rows[source, counts[source] :].fill_(value)
+
+    def _scrub_target(self, call: DispatchCall, payload: Payload, is_ids: bool) -> tuple[Tensor, int]:
+        """The payload as `[ep, R, *]` in the dtype that is filled, and the value of padded rows."""
+        most, ep = call.runtime_max_tokens_per_rank, self._config.ep_size
+        area = self._block(self.rank, payload.offset_bytes, ep * most, payload.row_bytes)
+        if not is_ids:
+            return area.view(ep, most, payload.row_bytes), payload.fill_byte or 0
+        width = payload.row_bytes // call.topk_ids.shape[1]
+        return area.view(torch.int32 if width == 4 else torch.int64).view(ep, most, -1), call.invalid_id
+
+    # ---- combine ---------------------------------------------------------------------------------------------------
+
+    def combine(self, call: CombineCall) -> None:
+        mesh, context, round = self._mesh, call.context, call.round
+        active = self._active_ranks(context)
+        peers = [rank for rank in active if rank != self.rank]
+        route = self._routes[context]
+        self._at("combine.stage", round)
+        self._stage(call)
+        self._at("combine.signal", round)
+        entry = self._combine_entry(call, active)
+        mesh.signal(_READY, context, round, entry, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
+        self._at("combine.wait", round)
+        heard = mesh.wait(_READY, context, round, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
+        self._compare(_READY, entry, heard)
+        self._at("combine.sum", round)
+        slots = route.slots
+        if list(active) != list(route.active):
+            # A rank masked out since the dispatch adds nothing.
+            gone = [rank for rank in self._everyone if rank not in active]
+            slots = slots.clone()
+            slots[:, gone] = -1
+        sums = call.output
+        if call.output_quantize is not None:
+            dtype = torch.bfloat16 if call.low_precision else call.payload.dtype
+            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype)
+        if call.low_precision:
+            self._sum_low_precision(call, slots, sums)
+        else:
+            self._sum(call, slots, sums)
+        if call.output_quantize is not None:
+            _quantize_output(call, sums)
+
+    def _combine_entry(self, call: CombineCall, active: Sequence[int]) -> bytes:
+        facts = {
+            "payload_columns": call.payload.shape[2],
+            "payload_dtype": str(call.payload.dtype).removeprefix("torch."),
+            "use_low_precision": call.low_precision,
+            "active_ranks": list(active),
+        }
+        return json.dumps(facts).encode()
+
+    def _stage(self, call: CombineCall) -> None:
+        """Bring the rows that peers will read into this rank's combine area, in their wire form."""
+        if call.payload_in_workspace and not call.low_precision:
+            return
+        width = call.payload.shape[2]
+        row_bytes = _combine_row_bytes(call)
+        area = self._combine_rows(call, self.rank, row_bytes)
+        quantise = call.low_precision and call.payload.dtype != torch.float8_e4m3fn
+        if not quantise:
+            if not call.payload_in_workspace:
+                for source, rows in self._rows_of_tokens(call):
+                    area[source, :rows].copy_(call.payload[source, :rows].view(torch.uint8))
+            return
+        # All rows are read before one is written: the payload may lie in the area itself, at another pitch.
+        made = [
+            (source, rows, *quantize_blocks(call.payload[source, :rows], LOW_PRECISION_BLOCK))
+            for source, rows in self._rows_of_tokens(call)
+        ]
+        for source, rows, data, scales in made:
+            area[source, :rows, :width] = data.view(torch.uint8)
+            area[source, :rows, row_bytes - 4 * scales.shape[1] :] = scales.contiguous().view(torch.uint8)
+
+    def _rows_of_tokens(self, call: CombineCall) -> list[tuple[int, int]]:
+        """(source, rows) of every block that has any: rows up to its last token's, beyond which nobody reads."""
+        if self._config.row_order == "token":
+            valid = self._valid_rows(call.context)[self.rank, :, : call.runtime_max_tokens_per_rank] != 0
+            ends = (valid * torch.arange(1, valid.shape[1] + 1)).amax(1).tolist()
+        else:
+            ends = self._table("recv_counts", call.context, self.rank).tolist()
+        return [(source, rows) for source, rows in enumerate(ends) if rows]
+
+    def _sum(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
+        size, width = call.payload.dtype.itemsize, call.payload.shape[2]
+        block = call.runtime_max_tokens_per_rank * width
+        start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
+        base = start + torch.arange(self._config.ep_size) * (self._stride // size)
+        words = self.workspace.as_strided((self._config.ep_size * self._stride,), (1,)).view(call.payload.dtype)
+        self._sum_rows(words, base, slots, sums)
+
+    def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
+        width, row_bytes = call.payload.shape[2], _combine_row_bytes(call)
+        rows_at_once = max(1, _LOW_PRECISION_CHUNK // max(width, 1))
+        blocks = [self._combine_rows(call, rank, row_bytes)[self.rank] for rank in self._everyone]
+        for start in range(0, call.num_tokens, rows_at_once):
+            part = slots[start : start + rows_at_once]
+            total = torch.zeros((part.shape[0], width), dtype=torch.float32)
+            for rank, block in enumerate(blocks):
+                tokens = (part[:, rank] >= 0).nonzero().flatten()
+                rows = block[part[tokens, rank]]
+                data = rows[:, :width].contiguous().view(torch.float8_e4m3fn)
+                if call.payload.dtype == torch.float8_e4m3fn:
+                    values = data.float()
+                else:
+                    num_scales = -(-width // LOW_PRECISION_BLOCK)
+                    scales = rows[:, row_bytes - 4 * num_scales :].contiguous().view(torch.float32)
+                    values = dequantize_blocks(data, scales, LOW_PRECISION_BLOCK)
+                total.index_add_(0, tokens, values)
+            sums[start : start + rows_at_once] = total
+
+    # ---- errors, reset, close --------------------------------------------------------------------------------------
+
+    def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
+        body = _DECLINED + json.dumps(facts).encode()
+        self._mesh.signal(_PHASES[phase], context, round, body, attempt=attempt)
+
+    def check(self) -> None:
+        self._mesh.check()
+
+    def reset(self, *, timeout_s: float) -> None:
+        masked: set[int] = set()
+        if self._config.enable_rank_mask:
+            for context in range(self._config.num_contexts):
+                masked |= set(self._everyone) - set(self._active_ranks(context))
+        self._mesh.reset(timeout_s=timeout_s, absent=masked)
+        self._routes.clear()
+        if self._config.enable_rank_mask:
+            for context in range(self._config.num_contexts):
+                self._set_all_active(context)
+
+    def close(self) -> None:
+        self._mesh.close()
+
+    def _compare(self, phase: str, mine: bytes, heard: Mapping[int, bytes]) -> None:
+        """Raise, on every rank alike, if any rank declined or says anything else than this one."""
+        if all(body == mine for body in heard.values()):
+            return
+        said = {**heard, self.rank: mine}
+        for rank in sorted(said):
+            if said[rank].startswith(_DECLINED):
+                raise from_facts(json.loads(said[rank][1:]), reporter=rank)
+        facts = {rank: json.loads(body) for rank, body in sorted(said.items())}
+        names = list(facts[self.rank])
+        differing = [name for name in names if any(each[name] != facts[self.rank][name] for each in facts.values())]
+        values = (
+            {rank: each[differing[0]] for rank, each in facts.items()}
+            if len(differing) == 1
+            else {rank: {name: each[name] for name in differing} for rank, each in facts.items()}
+        )
+        raise MismatchError(what=f"{', '.join(differing)} in {phase}", values=values)
+
+    def _at(self, point: str, round: int) -> None:
+        if self.hook is not None:
+            self.hook(point, round)
+
+    # ---- views -----------------------------------------------------------------------------------------------------
+
+    def _tables(self, name: str, context: int) -> Tensor:
+        """int32 `[ep, words]`: the same region of every rank's workspace."""
+        region = self._layout.region(name, context)
+        return self.workspace[:, region.offset_bytes : region.end_bytes].view(torch.int32)
+
+    def _table(self, name: str, context: int, rank: int) -> Tensor:
+        return self._tables(name, context)[rank]
+
+    def _valid_rows(self, context: int) -> Tensor:
+        """uint8 `[ep, ep, M]`: by receiver and source, which slots hold a row."""
+        region = self._layout.region("row_valid", context)
+        ep = self._config.ep_size
+        return self.workspace[:, region.offset_bytes : region.end_bytes].view(ep, ep, -1)
+
+    def _block(self, rank: int, start_bytes: int, rows: int, row_bytes: int) -> Tensor:
+        """uint8 `[rows, row_bytes]` in a rank's workspace."""
+        return self.workspace[rank, start_bytes : start_bytes + rows * row_bytes].view(rows, row_bytes)
+
+    def _combine_rows(self, call: CombineCall, rank: int, row_bytes: int) -> Tensor:
+        """uint8 `[ep, R, row_bytes]`: a rank's combine area."""
+        ep, most = self._config.ep_size, call.runtime_max_tokens_per_rank
+        start = self._layout.region("combine", call.context).offset_bytes
+        return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
+
+    def _active_ranks(self, context: int) -> Sequence[int]:
+        if not self._config.enable_rank_mask:
+            return self._everyone
+        words = self._mask(context).tolist()
+        return [rank for rank in self._everyone if words[rank // 64] >> (rank % 64) & 1]
+
+    def _mask(self, context: int) -> Tensor:
+        region = self._layout.region("rank_mask", context)
+        return self.workspace[self.rank, region.offset_bytes : region.end_bytes].view(torch.uint64)
+
+    def _set_all_active(self, context: int) -> None:
+        ep = self._config.ep_size
+        words = [(1 << min(64, ep - start)) - 1 for start in range(0, ep, 64)]
+        self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
+
+
+def _wire_rows(call: DispatchCall) -> list[Tensor]:
+    """Every payload as uint8 `[n, row_bytes]`, quantised where the call says so."""
+    rows = [payload.rows for payload in call.payloads]
+    if call.quantize is not None and rows[0] is not None:
+        how = call.quantize
+        rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
+        if scales is not None:
+            rows[1] = scales
+    return [each.contiguous().view(torch.uint8) for each in rows if each is not None]
+
+
+def _combine_row_bytes(call: CombineCall) -> int:
+    width = call.payload.shape[2]
+    return low_precision_bytes_per_token(width) if call.low_precision else width * call.payload.dtype.itemsize
+
+
+def _quantize_output(call: CombineCall, sums: Tensor) -> None:
+    how = call.output_quantize
+    if how is None or call.output_scales is None:
+        return
+    data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
+    call.output.view(torch.uint8).copy_(data.view(torch.uint8))
+    if scales is not None:
+        arranged = swizzle_scales(scales.view(torch.uint8), call.scale_layout)
+        call.output_scales.view(torch.uint8).view(-1).copy_(arranged.reshape(-1))
+
+
+TRANSPORT: Final = HostTransport
