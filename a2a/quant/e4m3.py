@@ -16,20 +16,30 @@ MAX: Final = 448.0
 """The largest finite e4m3 value."""
 
 
-def encode_(x: Tensor) -> Tensor:
-    """e4m3 of fp32 values, to nearest even, saturated; x is overwritten.
+def encode(x: Tensor, out: Tensor) -> Tensor:
+    """e4m3 of fp32 values, to nearest even, saturated, into `out` of the same shape; x is overwritten.
 
     Values beyond +-448 and +-Inf become +-448; every NaN becomes the byte 0x7F, whatever its sign. Without the clamp
     torch versions and devices differ in what they do on overflow; without the second step, in the sign of a NaN.
     """
-    return x.clamp_(-MAX, MAX).nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
+    return out.copy_(x.clamp_(-MAX, MAX).nan_to_num_(nan=math.nan))
 
 
-def decode(q: Tensor) -> Tensor:
-    """fp32 values, exact, of e4m3 values (or their bytes) of any shape; contiguous.
+def table(device: torch.device) -> Tensor:
+    """fp32 `[256]`: the value of each byte, exact, made on the device without a copy from the host."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
-    A look-up in a table of 256 made on the device: on CPUs several times faster than torch's element-wise cast.
+
+def decode(q: Tensor, values: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """Exact fp32 values of e4m3 `q` (or its bytes) into the contiguous `out` of the same shape.
+
+    A look-up, on CPUs several times faster than torch's element-wise cast.
+
+    Args:
+        values: `table(device)`.
+        index: fp32 buffer of the size of q, overwritten.
     """
-    table = torch.arange(256, dtype=torch.uint8, device=q.device).view(torch.float8_e4m3fn).float()
-    index = q.view(torch.uint8).to(torch.int32)
-    return torch.index_select(table, 0, index.reshape(-1)).view(index.shape)
+    where = index.view(torch.int32).view(-1)[: q.numel()]
+    where.view(q.shape).copy_(q.view(torch.uint8))
+    torch.index_select(values, 0, where, out=out.view(-1))
+    return out

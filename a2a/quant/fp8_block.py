@@ -10,12 +10,14 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from a2a.errors import ConfigError
 from a2a.quant import e4m3
 from a2a.quant.amax import amax_bits
 from a2a.quant.format import FLOAT_DTYPES, WireFormat, check_output, check_row_block, check_rows, check_scales
 from a2a.quant.ops import register
+from a2a.quant.slabs import slabs
 
 BLOCK: Final = 128
 SMALLEST_AMAX: Final = 1e-10
@@ -33,14 +35,19 @@ def _quantize(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     num_blocks = -(-width // block)
     whole = num_blocks * block
-    # Zeros beside a short last block change no maximum.
-    x = x.contiguous() if whole == width else torch.nn.functional.pad(x, (0, whole - width))
+    data = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty((rows, num_blocks), dtype=torch.float32)
     # A tensor as divisor: by a Python number CUDA multiplies with its rounded inverse.
     largest = torch.full((), e4m3.MAX, device=x.device)
-    scales = amax_bits(x, block).view(torch.float32).clamp_(min=SMALLEST_AMAX).div_(largest)
-    scales.nan_to_num_(nan=1.0, posinf=1.0)
-    scaled = torch.div(x.view(rows, num_blocks, block), scales.unsqueeze(-1))
-    return e4m3.encode_(scaled).view(rows, whole)[:, :width].contiguous(), scales
+    for part, (work,) in slabs(x, whole, 1):
+        # Zeros beside a short last block change no maximum.
+        some = x[part].contiguous() if whole == width else pad(x[part], (0, whole - width))
+        amax = amax_bits(some, block, work).view(torch.float32)
+        scale = amax.clamp_(min=SMALLEST_AMAX).div_(largest).nan_to_num_(nan=1.0, posinf=1.0)
+        work.copy_(some).view(-1, num_blocks, block).div_(scale.unsqueeze(-1))
+        e4m3.encode(work[:, :width], data[part])
+        scales[part] = scale
+    return data, scales
 
 
 def _dequantize(
@@ -53,10 +60,14 @@ def _dequantize(
     columns, num_blocks = _checked(data, scales, hidden_size, dtype, block)
     rows, width = data.shape
     whole = num_blocks * block
-    if whole != width:
-        data = torch.nn.functional.pad(data.view(torch.uint8), (0, whole - width))
-    values = e4m3.decode(data).view(rows, num_blocks, block).mul_(scales.unsqueeze(-1))
-    return values.view(rows, whole)[:, :columns].to(dtype).contiguous()
+    out = data.new_empty((rows, columns), dtype=dtype)
+    values = e4m3.table(data.device)
+    for part, (work, index) in slabs(data, whole, 2):
+        some = data[part].view(torch.uint8)
+        e4m3.decode(some if whole == width else pad(some, (0, whole - width)), values, index, work)
+        work.view(-1, num_blocks, block).mul_(scales[part].unsqueeze(-1))
+        out[part] = work[:, :columns]
+    return out
 
 
 def _checked(

@@ -14,6 +14,7 @@ from a2a.quant import e2m1, e8m0
 from a2a.quant.amax import amax_bits
 from a2a.quant.format import FLOAT_DTYPES, WireFormat, check_output, check_row_block, check_rows, check_scales
 from a2a.quant.ops import register
+from a2a.quant.slabs import slabs
 
 BLOCK: Final = 32
 
@@ -22,13 +23,18 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     check_rows("x", x, FLOAT_DTYPES)
     check_row_block("x", x.shape[1], BLOCK)
     rows, width = x.shape
-    x = x.contiguous()
-    byte = e8m0.scale_bytes(amax_bits(x, BLOCK), e2m1.MAX)
-    data = e2m1.encode_(torch.mul(x.view(rows, width // BLOCK, BLOCK), e8m0.inverse_power(byte).unsqueeze(-1)))
-    scales = byte.to(torch.uint8)
-    # The product with 0 left the sign of small negative elements.
-    data.mul_(scales.clamp(max=1).unsqueeze(-1))
-    return data.view(rows, width // 2), scales
+    data = x.new_empty((rows, width // 2), dtype=torch.uint8)
+    scales = x.new_empty((rows, width // BLOCK), dtype=torch.uint8)
+    blocks = (-1, width // BLOCK, BLOCK)
+    for part, (work, first, second) in slabs(x, width, 3):
+        some = x[part].contiguous()
+        byte = e8m0.scale_bytes(amax_bits(some, BLOCK, work), e2m1.MAX)
+        work.copy_(some).view(blocks).mul_(e8m0.inverse_power(byte).unsqueeze(-1))
+        scales[part] = byte
+        # The product with 0 left the sign of small negative elements.
+        zero_or_one = scales[part].clamp(max=1).unsqueeze(-1)
+        e2m1.encode(work, first, second, data[part]).view(-1, width // BLOCK, BLOCK // 2).mul_(zero_or_one)
+    return data, scales
 
 
 def _dequantize(
@@ -36,8 +42,13 @@ def _dequantize(
 ) -> Tensor:
     columns = _checked(data, scales, hidden_size, dtype)
     rows, width = data.shape[0], 2 * data.shape[1]
-    values = e2m1.decode(data).view(rows, width // BLOCK, BLOCK).mul_(e8m0.power(scales).unsqueeze(-1))
-    return values.view(rows, width)[:, :columns].to(dtype).contiguous()
+    out = data.new_empty((rows, columns), dtype=dtype)
+    values = e2m1.table(data.device)
+    for part, (work, index) in slabs(data, width, 2):
+        e2m1.decode(data[part], values, index, work)
+        work.view(-1, width // BLOCK, BLOCK).mul_(e8m0.power(scales[part]).unsqueeze(-1))
+        out[part] = work[:, :columns]
+    return out
 
 
 def _checked(data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype) -> int:

@@ -9,12 +9,14 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from a2a.errors import ConfigError
 from a2a.quant import e4m3, e8m0
 from a2a.quant.amax import amax_bits
 from a2a.quant.format import FLOAT_DTYPES, WireFormat, check_output, check_row_block, check_rows, check_scales
 from a2a.quant.ops import register
+from a2a.quant.slabs import slabs
 
 BLOCK: Final = 32
 
@@ -34,14 +36,18 @@ def _quantize(x: Tensor, alignment: int = 0) -> tuple[Tensor, Tensor]:
     _check(x, alignment)
     rows, width = x.shape
     padded = _padded(width, alignment)
-    x = x.contiguous() if padded == width else torch.nn.functional.pad(x, (0, padded - width))
-    byte = e8m0.scale_bytes(amax_bits(x, BLOCK), e4m3.MAX)
-    scaled = torch.mul(x.view(rows, padded // BLOCK, BLOCK), e8m0.inverse_power(byte).unsqueeze(-1))
-    data = e4m3.encode_(scaled)
-    scales = byte.to(torch.uint8)
-    # The product with 0 left the sign of small negative elements.
-    data.view(torch.uint8).mul_(scales.clamp(max=1).unsqueeze(-1))
-    return data.view(rows, padded), scales
+    blocks = (-1, padded // BLOCK, BLOCK)
+    data = x.new_empty((rows, padded), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty((rows, padded // BLOCK), dtype=torch.uint8)
+    for part, (work,) in slabs(x, padded, 1):
+        some = x[part].contiguous() if padded == width else pad(x[part], (0, padded - width))
+        byte = e8m0.scale_bytes(amax_bits(some, BLOCK, work), e4m3.MAX)
+        work.copy_(some).view(blocks).mul_(e8m0.inverse_power(byte).unsqueeze(-1))
+        scales[part] = byte
+        # The product with 0 left the sign of small negative elements.
+        zero_or_one = scales[part].clamp(max=1).unsqueeze(-1)
+        e4m3.encode(work, data[part]).view(torch.uint8).view(blocks).mul_(zero_or_one)
+    return data, scales
 
 
 def _dequantize(
@@ -49,8 +55,13 @@ def _dequantize(
 ) -> Tensor:
     columns = _checked(data, scales, hidden_size, dtype)
     rows, padded = data.shape
-    values = e4m3.decode(data).view(rows, padded // BLOCK, BLOCK).mul_(e8m0.power(scales).unsqueeze(-1))
-    return values.view(rows, padded)[:, :columns].to(dtype).contiguous()
+    out = data.new_empty((rows, columns), dtype=dtype)
+    values = e4m3.table(data.device)
+    for part, (work, index) in slabs(data, padded, 2):
+        e4m3.decode(data[part], values, index, work)
+        work.view(-1, padded // BLOCK, BLOCK).mul_(e8m0.power(scales[part]).unsqueeze(-1))
+        out[part] = work[:, :columns]
+    return out
 
 
 def _checked(data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype) -> int:

@@ -22,6 +22,7 @@ from a2a.quant.format import (
     check_scales,
 )
 from a2a.quant.ops import register
+from a2a.quant.slabs import slabs
 
 BLOCK: Final = 16
 
@@ -29,19 +30,23 @@ BLOCK: Final = 16
 def _quantize(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     _check(x, global_scale)
     rows, width = x.shape
-    x = x.contiguous()
+    data = x.new_empty((rows, width // 2), dtype=torch.uint8)
+    scales = x.new_empty((rows, width // BLOCK), dtype=torch.float8_e4m3fn)
+    blocks = (-1, width // BLOCK, BLOCK)
     # Tensors as operands of a division: by a Python number CUDA multiplies with its rounded inverse.
     largest = torch.full((), e2m1.MAX, device=x.device)
     scale = torch.ones((), device=x.device) if global_scale is None else global_scale.view(())
-    amax = amax_bits(x, BLOCK).view(torch.float32)
-    scales = e4m3.encode_(amax.mul_(scale).div_(largest).clamp_(min=0.0))
-    decoded = e4m3.decode(scales)
-    zero = decoded == 0
-    factor = torch.div(scale, decoded).masked_fill_(zero, 0.0)
-    data = e2m1.encode_(torch.mul(x.view(rows, width // BLOCK, BLOCK), factor.unsqueeze(-1)))
-    # The product with 0 left the sign of small negative elements.
-    data.mul_(zero.logical_not_().view(torch.uint8).unsqueeze(-1))
-    return data.view(rows, width // 2), scales
+    for part, (work, first, second) in slabs(x, width, 3):
+        some = x[part].contiguous()
+        amax = amax_bits(some, BLOCK, work).view(torch.float32)
+        decoded = e4m3.encode(amax.mul_(scale).div_(largest).clamp_(min=0.0), scales[part]).float()
+        zero = decoded == 0
+        factor = torch.div(scale, decoded).masked_fill_(zero, 0.0)
+        work.copy_(some).view(blocks).mul_(factor.unsqueeze(-1))
+        # The product with 0 left the sign of small negative elements.
+        zero_or_one = zero.logical_not_().view(torch.uint8).unsqueeze(-1)
+        e2m1.encode(work, first, second, data[part]).view(-1, width // BLOCK, BLOCK // 2).mul_(zero_or_one)
+    return data, scales
 
 
 def _dequantize(
@@ -53,10 +58,16 @@ def _dequantize(
 ) -> Tensor:
     columns = _checked(data, scales, global_scale, hidden_size, dtype)
     rows, width = data.shape[0], 2 * data.shape[1]
-    values = e2m1.decode(data).view(rows, width // BLOCK, BLOCK).mul_(e4m3.decode(scales).unsqueeze(-1))
-    if global_scale is not None:
-        values.div_(global_scale.view(()))
-    return values.view(rows, width)[:, :columns].to(dtype).contiguous()
+    out = data.new_empty((rows, columns), dtype=dtype)
+    values = e2m1.table(data.device)
+    for part, (work, index) in slabs(data, width, 2):
+        e2m1.decode(data[part], values, index, work)
+        scale = scales[part].view(torch.float8_e4m3fn).float()
+        work.view(-1, width // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
+        if global_scale is not None:
+            work.div_(global_scale.view(()))
+        out[part] = work[:, :columns]
+    return out
 
 
 def _check(x: Tensor, global_scale: Tensor | None) -> None:
