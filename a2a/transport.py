@@ -177,6 +177,13 @@ class Transport(abc.ABC):
     def combine(self, call: CombineCall) -> None:
         """Sum the rows of all ranks into `call.output`."""
 
+    def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
+        """Told after construction and whenever the object's budgets change, for waits that outlive the call.
+
+        A transport whose waits end before the verb returns takes `timeout_s` of each call and has nothing to do here.
+        """
+        return
+
     @abc.abstractmethod
     def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
         """Signal, in place of a dispatch or combine, that this rank's arguments were refused with the error `facts`."""

@@ -138,6 +138,10 @@ class Mesh:
         """
         return self._wait((self._numbers[phase], context, attempt, self._epoch, round), peers, timeout_s)
 
+    def arrived(self, phase: str, context: int, round: int, *, attempt: int = 0) -> Mapping[int, bytes]:
+        """Bodies of the signal that have been taken in so far, by peer. Waits for nothing and consumes nothing."""
+        return self._inbox.get((self._numbers[phase], context, attempt, self._epoch, round), {})
+
     def exchange_descriptors(self, descriptors: Sequence[int], *, timeout_s: float) -> dict[int, list[int]]:
         """Collective: give every peer copies of `descriptors` (at most 16), get theirs; the caller closes them."""
         frame = _HEADER.pack(0, _DESCRIPTORS, 0, 0, self._epoch, 0)

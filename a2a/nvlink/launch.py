@@ -55,12 +55,14 @@ class Kernel:
 
     Attributes:
         parameters: filled in by the caller before `launch`.
+        context: the caller's note of which context the parameters are for.
         num_registers, local_bytes: of a thread; local bytes other than 0 are spills or arrays in memory.
     """
 
     def __init__(self, library: Library, name: str, parameters: type[ctypes.Structure], shared_bytes: int) -> None:
         self.name = name
-        self.parameters = parameters()
+        self.parameters: Any = parameters()
+        self.context = -1
         self._library = library
         self._device_index = library.device.index
         with on_device(library.device):

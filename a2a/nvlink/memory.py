@@ -59,33 +59,32 @@ class SymmetricMemory:
         with on_device(device):
             self.handle_type = "fabric" if _all_share_fabric(device, comm) else "posix"
             kind = _FABRIC if self.handle_type == "fabric" else _POSIX
-            own: Any = None
-            reason = None
             self.stride_bytes = 0
+            own: Any = None
+            exported: Any = None
+            reason = None
             try:
                 granularity = _granularity(device, kind)
                 self.stride_bytes = -(-num_bytes // granularity) * granularity
                 own = _create(device, kind, self.stride_bytes)
+                exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
             except DriverError as error:
                 reason = error.reasons[0]
-            _agree(comm, reason)
             mapping = _Mapping(device, self.stride_bytes, self.size)
             mapping.handles[self.rank] = own
+            _agree(comm, reason)
             if kind == _FABRIC:
-                self._import_fabric(mapping, comm)
+                self._import_fabric(mapping, bytes(exported.data), comm)
             else:
-                self._import_posix(mapping, comm, mesh, timeout_s)
+                self._import_posix(mapping, exported, comm, mesh, timeout_s)
             _agree(comm, _reason_of(mapping.map))
             self.address = mapping.address
             self.tensor = _tensor(mapping)
             self._zero_and_prove(comm)
 
-    def _import_fabric(self, mapping: _Mapping, comm: Comm) -> None:
-        exported = checked(
-            "cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(mapping.handles[self.rank], _FABRIC, 0)
-        )
+    def _import_fabric(self, mapping: _Mapping, exported: bytes, comm: Comm) -> None:
         reasons = []
-        for peer, data in enumerate(comm.allgather(bytes(exported.data))):
+        for peer, data in enumerate(comm.allgather(exported)):
             if peer != self.rank:
                 try:
                     mapping.handles[peer] = _import_fabric_handle(data)
@@ -93,10 +92,7 @@ class SymmetricMemory:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
         _agree(comm, "; ".join(reasons) or None)
 
-    def _import_posix(self, mapping: _Mapping, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
-        descriptor: int = checked(
-            "cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(mapping.handles[self.rank], _POSIX, 0)
-        )
+    def _import_posix(self, mapping: _Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
         try:
             received = mesh.exchange_descriptors([descriptor], timeout_s=timeout_s)
         finally:
@@ -121,7 +117,7 @@ class SymmetricMemory:
 
     def _zero_and_prove(self, comm: Comm) -> None:
         # On a stream of its own: the caller's may hold work that waits for another rank.
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self.tensor[self.rank].zero_()
             stream.synchronize()

@@ -1,0 +1,383 @@
+"""nvlink/exchange: one rank's kernels on a workspace: which module, which grid, which parameters.
+
+Owns the two kernel modules, the fields of their parameter structs and the words shared with the host. Refuses to know
+how the workspace came to be (any uint8 CUDA tensor will do, several ranks of one process on one GPU among them), who
+the peers are and what becomes of a recorded failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from a2a.config import MAX_PAYLOADS, ExchangeConfig
+from a2a.errors import ShapeError, Unsupported
+from a2a.layout import ALIGNMENT, WorkspaceLayout
+from a2a.nvlink.compile import compile_kernel
+from a2a.nvlink.launch import Kernel, Library
+from a2a.nvlink.params import (
+    MAX_CTAS,
+    MAX_THREADS,
+    OUTPUT_TYPES,
+    WIRE_FORMATS,
+    CombineParams,
+    DispatchParams,
+    HostWords,
+    defines,
+    device_source,
+    image_bytes,
+    landing_tokens,
+    lines,
+)
+from a2a.placement import Placement
+from a2a.quant import swizzle_scales
+from a2a.transport import CombineCall, DispatchCall
+
+_TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_WORDS_STRIDE: Final = 128
+"""Bytes from one context's host words to the next: a cache line of their own."""
+_LINE_THREADS: Final = 8
+"""Threads that move one landing line, 16 bytes each."""
+_FEW_TOKENS: Final = 8
+_FEW_THREADS, _SMALL_THREADS, _BULK_THREADS = 64, 160, 512
+_SEGMENT_BYTES: Final = 1024
+_DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
+_COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
+
+
+class Exchange:
+    """One rank's rounds on `workspace`.
+
+    Args:
+        workspace: uint8 `[ep, bytes]` on a GPU, zero at first, row `r` being rank `r`'s; rows at least
+            `layout.num_bytes` long, each starting on a multiple of 128 bytes. Kept alive by this object.
+        ep_rank: this rank.
+        config, layout, placement: of the object, equal on all ranks.
+        small_max_tokens: largest R of the small regime, equal on all ranks.
+        sharers: ranks of this process on this GPU, this one included; their kernels must be resident together.
+
+    Attributes:
+        words: per context, what the host tells the kernels and what they record; pinned memory.
+        stream: the last one used, or None.
+
+    Raises:
+        ShapeError: a workspace that does not fit.
+        CompileError: with the compiler's log.
+    """
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        ep_rank: int,
+        config: ExchangeConfig,
+        layout: WorkspaceLayout,
+        placement: Placement,
+        *,
+        small_max_tokens: int,
+        sharers: int = 1,
+    ) -> None:
+        _check_workspace(workspace, config, layout)
+        self.workspace = workspace
+        self.device = workspace.device
+        self.ep_rank = ep_rank
+        self.stream: Any = None
+        self._config = config
+        self._layout = layout
+        self._landing_tokens = landing_tokens(config)
+        self._small_max = min(small_max_tokens, self._landing_tokens)
+        self._sharers = sharers
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        contiguous = Placement.contiguous(config.num_experts, config.ep_size)
+        self._needs_table = not torch.equal(contiguous.table, placement.table)
+        self._table = placement.table.to(self.device)
+        self._pinned = torch.zeros(config.num_contexts * _WORDS_STRIDE, dtype=torch.uint8).pin_memory()
+        self.words = tuple(
+            HostWords.from_address(self._pinned.data_ptr() + index * _WORDS_STRIDE)
+            for index in range(config.num_contexts)
+        )
+        for words in self.words:
+            words.first_round = 1
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._resident: dict[tuple[str, int, int], int] = {}
+        self._prepared: dict[tuple[object, ...], tuple[int, int]] = {}
+        # Everything a captured graph can need is loaded before the constructor returns.
+        self._load_dispatch(None, config.top_k)
+        if config.wire_format in WIRE_FORMATS:
+            self._load_dispatch(config.wire_format, config.top_k)
+        self._load_combine()
+
+    # ---- the two verbs ---------------------------------------------------------------------------------------------
+
+    def dispatch(self, call: DispatchCall) -> None:
+        """Enqueue one dispatch; no host synchronisation. See `Transport.dispatch`."""
+        most = call.runtime_max_tokens_per_rank
+        small = most <= self._small_max
+        n, top_k = call.topk_ids.shape
+        wire = call.quantize.wire_format.name if call.quantize is not None else None
+        kernel = self._dispatch_kernel("dispatch_small" if small else "dispatch_bulk", wire, top_k)
+        stream = self._enter(call.stream)
+        params = kernel.parameters
+        self._offsets(params, _DISPATCH_OFFSETS, kernel, call.context)
+        widths = []
+        for index, payload in enumerate(call.payloads):
+            params.payload_rows[index] = 0 if payload.rows is None else payload.rows.data_ptr()
+            params.payload_offsets[index] = payload.offset_bytes
+            params.payload_bytes[index] = payload.row_bytes
+            params.payload_fill[index] = -1 if payload.fill_byte is None else payload.fill_byte
+            widths.append(payload.row_bytes)
+        params.topk_ids = call.topk_ids.data_ptr()
+        params.id_bytes = call.topk_ids.dtype.itemsize
+        params.num_tokens = n
+        params.runtime_max_tokens_per_rank = most
+        params.num_payloads = len(widths)
+        params.ids_payload = -1 if call.ids_payload is None else call.ids_payload
+        params.invalid_id = call.invalid_id
+        stats = call.eplb_local_stats
+        params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
+        params.num_eplb_stats = 0 if stats is None else stats.numel()
+        params.digest = _digest(widths, stats is not None)
+        if call.quantize is not None and call.payloads[0].rows is not None:
+            scale = call.quantize.global_scale
+            params.global_scale = 0 if scale is None else scale.data_ptr()
+            params.hidden_size = call.payloads[0].rows.shape[1]
+            params.input_type = OUTPUT_TYPES.index(_TYPES[call.payloads[0].rows.dtype])
+        image = image_bytes(widths)
+        if small:
+            fused = call.quantize is not None
+            grid, threads, shared = self._small_shape(kernel, image, most, call.num_sms, fused)
+        else:
+            grid, threads, shared = self._bulk_shape(kernel, call.num_sms)
+            params.segments = _segments(n, image, grid[0] * (threads // 32 - 1))
+        kernel.launch(grid, threads, stream.cuda_stream, shared_bytes=shared, pdl=self._pdl(call.enable_pdl, small))
+        if call.stream is not None:
+            self._used_on(stream, [payload.rows for payload in call.payloads] + [call.topk_ids, stats])
+
+    def combine(self, call: CombineCall) -> None:
+        """Enqueue one combine; no host synchronisation. See `Transport.combine`."""
+        if call.low_precision:
+            raise Unsupported(
+                transport="nvlink", reasons=("use_low_precision is not carried by its combine",), rank=self.ep_rank
+            )
+        if call.output_quantize is None:
+            self._combine(call, call.output)
+            return
+        stream = self._enter(call.stream)
+        with torch.cuda.stream(stream):
+            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=call.payload.dtype, device=self.device)
+            self._combine(call, sums)
+            how = call.output_quantize
+            data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
+            call.output.view(torch.uint8).copy_(data.view(torch.uint8))
+            if scales is not None and call.output_scales is not None:
+                arranged = swizzle_scales(scales.view(torch.uint8), call.scale_layout)
+                call.output_scales.view(torch.uint8).view(-1).copy_(arranged.reshape(-1))
+
+    def _combine(self, call: CombineCall, output: Tensor) -> None:
+        most = call.runtime_max_tokens_per_rank
+        small = most <= self._small_max
+        payload = call.payload
+        name = ("combine_small_" if small else "combine_bulk_") + _TYPES[payload.dtype]
+        kernel = self._kernels["combine", name]
+        stream = self._enter(call.stream)
+        params = kernel.parameters
+        self._offsets(params, _COMBINE_OFFSETS, kernel, call.context)
+        width = payload.shape[2]
+        row_bytes = width * payload.dtype.itemsize
+        params.payload = payload.data_ptr()
+        params.output = output.data_ptr()
+        params.num_tokens = call.num_tokens
+        params.runtime_max_tokens_per_rank = most
+        params.row_elements = width
+        params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
+        params.staged = int(not call.payload_in_workspace)
+        params.digest = _digest([row_bytes], _TYPES[payload.dtype])
+        if small:
+            grid, threads, shared = self._small_shape(kernel, row_bytes, most, call.num_sms, False)
+        else:
+            grid, threads, shared = self._bulk_shape(kernel, call.num_sms)
+            params.segments = _segments(call.num_tokens, row_bytes, grid[0] * (threads // 32 - 1))
+        kernel.launch(grid, threads, stream.cuda_stream, shared_bytes=shared, pdl=self._pdl(call.enable_pdl, small))
+        if call.stream is not None:
+            self._used_on(stream, [payload, output])
+
+    # ---- the host's side of failures -------------------------------------------------------------------------------
+
+    def abort(self, reason: int) -> None:
+        """Make every wait of launched and later kernels end; `reason` as in `HostWords.abort`."""
+        for words in self.words:
+            if not words.abort:
+                words.abort = reason
+
+    def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
+        """Deadlines of waits, also of those under captured graphs."""
+        for words in self.words:
+            words.startup_timeout_ns = int(startup_timeout_s * 1e9)
+            words.timeout_ns = int(timeout_s * 1e9)
+
+    def busy(self) -> bool:
+        """Whether work launched so far is still under way; does not wait."""
+        return self.stream is not None and not self.stream.query()
+
+    def wait(self) -> None:
+        """Wait for the work launched so far."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def rounds(self) -> list[int]:
+        """The last round that any kernel of each context has played. Waits for the device."""
+        return [int(self._round_state(context)[:2].max()) for context in range(self._config.num_contexts)]
+
+    def start_over(self, rounds: Sequence[int]) -> None:
+        """Go on after `rounds` (per context, equal on all ranks, beyond what any has played), without failures."""
+        for context, played in enumerate(rounds):
+            state = self._round_state(context)
+            state.zero_()
+            state[:2] = played
+            words = self.words[context]
+            words.recorded = words.kind = words.abort = 0
+            words.first_round = played + 1
+        torch.cuda.synchronize(self.device)
+
+    def _round_state(self, context: int) -> Tensor:
+        region = self._layout.region("round_state", context)
+        return self.workspace[self.ep_rank, region.offset_bytes : region.end_bytes].view(torch.int32)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def _dispatch_kernel(self, name: str, wire: str | None, top_k: int) -> Kernel:
+        key = ("dispatch", name, wire, top_k)
+        if key not in self._kernels:
+            self._load_dispatch(wire, top_k)
+        return self._kernels[key]
+
+    def _load_dispatch(self, wire: str | None, top_k: int) -> None:
+        config = dataclasses.replace(self._config, top_k=top_k)
+        library = self._library("dispatch.cu", defines(config, wire_format=wire, placement_table=self._needs_table))
+        shared = image_bytes([config.dispatch_bytes_per_token] + [0] * MAX_PAYLOADS) + 8 * MAX_PAYLOADS
+        for name in ("dispatch_small", "dispatch_bulk"):
+            wants_shared = -(-shared // 16) * 16 if wire is not None and name == "dispatch_small" else 0
+            kernel = library.kernel(name, DispatchParams, shared_bytes=wants_shared)
+            params = kernel.parameters
+            params.placement = self._table.data_ptr()
+            self._constants(params)
+            self._kernels["dispatch", name, wire, top_k] = kernel
+
+    def _load_combine(self) -> None:
+        library = self._library("combine.cu", defines(self._config, placement_table=self._needs_table))
+        for name in (f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in OUTPUT_TYPES):
+            kernel = library.kernel(name, CombineParams)
+            self._constants(kernel.parameters)
+            self._kernels["combine", name] = kernel
+
+    def _library(self, file: str, constants: dict[str, int]) -> Library:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        cubin, _ = compile_kernel(file, constants, f"sm_{major}{minor}", preamble=device_source())
+        return Library(cubin, self.device)
+
+    def _constants(self, params: Any) -> None:
+        params.workspace = self.workspace.data_ptr()
+        params.stride = self.workspace.stride(0)
+        params.ep_rank = self.ep_rank
+        params.max_num_tokens = self._config.max_num_tokens
+        params.landing_tokens = self._landing_tokens
+
+    def _offsets(self, params: Any, names: Sequence[str], kernel: Kernel, context: int) -> None:
+        """Fields that depend on the context alone; written when it is another one than at the last launch."""
+        if kernel.context == context:
+            return
+        kernel.context = context
+        params.host_words = self._pinned.data_ptr() + context * _WORDS_STRIDE
+        for name in names:
+            try:
+                region = self._layout.region(name.removesuffix("_offset"), context)
+            except KeyError:
+                # A region that this configuration does not have; its kernels do not read the field.
+                continue
+            setattr(params, name, region.offset_bytes)
+
+    # ---- shapes of launches ----------------------------------------------------------------------------------------
+
+    def _small_shape(
+        self, kernel: Kernel, num_bytes: int, most: int, num_sms: int | None, fused: bool
+    ) -> tuple[tuple[int, int], int, int]:
+        threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
+        if fused:
+            columns, threads, shared = 1, min(threads_of_row, MAX_THREADS), -(-num_bytes // 16) * 16
+        else:
+            threads = min(threads_of_row, _FEW_THREADS if most <= _FEW_TOKENS else _SMALL_THREADS)
+            columns, shared = -(-threads_of_row // threads), 0
+        resident = self._max_resident(kernel, threads, shared, num_sms)
+        columns = min(columns, max(1, resident // 2))
+        return (columns, 1 + max(1, min(most, resident // columns - 1))), threads, shared
+
+    def _bulk_shape(self, kernel: Kernel, num_sms: int | None) -> tuple[tuple[int, int], int, int]:
+        wanted = self._num_sms if num_sms is None else max(1, min(num_sms, self._num_sms))
+        resident = self._max_resident(kernel, _BULK_THREADS, 0, None)
+        return (min(wanted, resident, MAX_CTAS), 1), _BULK_THREADS, 0
+
+    def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
+        key = (kernel.name, threads, shared)
+        per_sm = self._resident.get(key)
+        if per_sm is None:
+            per_sm = self._resident[key] = kernel.blocks_per_sm(threads, shared)
+        sms = self._num_sms if num_sms is None else max(1, min(num_sms, self._num_sms))
+        return max(2, per_sm * sms // self._sharers)
+
+    def _pdl(self, wanted: bool | None, small: bool) -> bool:
+        # A bulk grid that comes early takes the place of the one it waits for.
+        if self._sharers > 1:
+            return False
+        return small if wanted is None else wanted
+
+    # ---- streams ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, stream: Any) -> Any:
+        """The stream to launch on, behind what this object launched on another one."""
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device)
+        elif isinstance(stream, int):
+            stream = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        last = self.stream
+        if last is not None and last.cuda_stream != stream.cuda_stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        self.stream = stream
+        return stream
+
+    def _used_on(self, stream: Any, tensors: Sequence[Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+def _segments(num_rows: int, row_bytes: int, num_warps: int) -> int:
+    """Units that a row is cut into, so that few rows still feed all warps."""
+    most = max(1, row_bytes // _SEGMENT_BYTES)
+    return max(1, min(most, -(-2 * num_warps // max(num_rows, 1))))
+
+
+def _digest(widths: Sequence[int], more: object) -> int:
+    return zlib.crc32(repr((widths, more)).encode())
+
+
+def _check_workspace(workspace: Tensor, config: ExchangeConfig, layout: WorkspaceLayout) -> None:
+    fits = (
+        workspace.is_cuda
+        and workspace.dtype == torch.uint8
+        and workspace.dim() == 2
+        and workspace.shape[0] == config.ep_size
+        and workspace.shape[1] >= layout.num_bytes
+        and workspace.stride(1) == 1
+        and workspace.stride(0) % ALIGNMENT == 0
+        and workspace.data_ptr() % ALIGNMENT == 0
+    )
+    if not fits:
+        raise ShapeError(
+            what="workspace",
+            got=f"{workspace.dtype} {tuple(workspace.shape)} strides {workspace.stride()} on {workspace.device}",
+            wanted=f"uint8 [{config.ep_size}, >= {layout.num_bytes}] on a GPU, rows on multiples of {ALIGNMENT} bytes",
+        )

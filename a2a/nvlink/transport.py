@@ -1,0 +1,370 @@
+"""nvlink/transport: transport: GPUs of one NVLink domain; memory, compile, launch, kernels/*.cu.
+
+Owns what surrounds the kernels of one rank: symmetric memory, the mesh on which ranks tell each other what went wrong,
+a small thread that listens to it, recorded errors, reset and goodbye. Refuses to know how rows move (kernels) and which
+launch moves them (exchange).
+
+A failure travels thus. A kernel whose wait does not end in time, or that reads another value than its own, writes the
+facts to pinned host memory and returns; later kernels return at once. The next call, `check()` or the thread reads
+them, makes an error of them and announces it on the mesh. Every other rank's thread hears it and sets the word that
+ends all waits of its kernels, so that all ranks raise the same error. A connection that closes without goodbye sets
+that word too. `reset()` starts over.
+
+Importing this module needs no CUDA package; `reasons` says what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from a2a.comm import Comm
+from a2a.comm.mesh import Mesh, host_identity
+from a2a.config import ExchangeConfig
+from a2a.errors import A2AError, CompileError, MismatchError, PeerLost, PeerTimeout, Unsupported, from_facts
+from a2a.layout import WorkspaceLayout
+from a2a.nvlink.params import KINDS, PHASES, control_regions
+from a2a.placement import Placement
+from a2a.transport import CombineCall, DispatchCall, Transport
+
+if TYPE_CHECKING:
+    from a2a.nvlink.exchange import Exchange
+    from a2a.nvlink.memory import SymmetricMemory
+
+_DECLINED: Final = {"dispatch": "dispatch.declined", "combine": "combine.declined"}
+_PLAYED: Final = "reset.played"
+_READY: Final = "reset.ready"
+_NO_RANK: Final = 0xFFFFFFFF
+"""Abort word for a reason that is no lost rank."""
+_LOOK_S: Final = 0.05
+"""The thread looks at what kernels have recorded this often; what peers say wakes it at once."""
+_MIN_CAPABILITY: Final = (8, 0)
+_PROBE_BYTES: Final = 1 << 20
+_PROBE_TIMEOUT_S: Final = 60.0
+SMALL_MAX_TOKENS: Final = 256
+"""Largest R of the small regime: where the two regimes cross on two H200."""
+
+
+class NvlinkTransport(Transport):
+    """GPUs that can map each other's memory. See the module for failures and `Transport` for the interface.
+
+    The rank's GPU is the current device at construction. Several ranks may share a GPU.
+    """
+
+    name: ClassVar[str] = "nvlink"
+    POINTS: ClassVar[tuple[str, ...]] = ("dispatch.enter", "combine.enter")
+
+    @classmethod
+    def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
+        mine = _reasons_of_this_process(config)
+        fabric = not mine and _fabric_attribute()
+        hosts = comm.allgather(host_identity() if sys.platform.startswith("linux") else "")
+        if len(set(hosts)) > 1 and not mine and not fabric:
+            mine.append("the ranks are on several hosts and this GPU has no FABRIC handles")
+        if all(comm.allgather(not mine)):
+            mine += _reasons_of_memory(comm)
+        return mine
+
+    @classmethod
+    def control_regions(cls, config: ExchangeConfig) -> list[tuple[str, int]]:
+        return control_regions(config)
+
+    def __init__(
+        self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
+    ) -> None:
+        from a2a.nvlink.exchange import Exchange
+        from a2a.nvlink.memory import SymmetricMemory
+
+        self.rank = comm.Get_rank()
+        self._config = config
+        self._layout = layout
+        self._closed = False
+        self._starting_over = False
+        self._base = [0] * config.num_contexts
+        self._launched: dict[tuple[int, str], tuple[int, int]] = {}
+        device = torch.device("cuda", torch.cuda.current_device())
+        # For small copies that must not queue behind the caller's work.
+        self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        phases = (*_DECLINED.values(), _PLAYED, _READY)
+        self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
+        memory: SymmetricMemory = SymmetricMemory(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
+        self.workspace = memory.tensor
+        places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
+        exchange, problem = None, None
+        try:
+            exchange = Exchange(
+                self.workspace,
+                self.rank,
+                config,
+                layout,
+                placement,
+                small_max_tokens=SMALL_MAX_TOKENS,
+                sharers=places.count(places[self.rank]),
+            )
+            self._set_all_active()
+        except (CompileError, Unsupported) as error:
+            problem = error
+        for rank, facts in enumerate(comm.allgather(None if problem is None else problem.to_facts())):
+            if problem is not None:
+                raise problem
+            if facts is not None:
+                raise from_facts(facts, reporter=rank)
+        assert exchange is not None
+        self._exchange: Exchange = exchange
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_listen, args=(self._mesh, self._stop, weakref.ref(self)), name="a2a-nvlink", daemon=True
+        )
+        self._thread.start()
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, call: DispatchCall) -> None:
+        self._at("dispatch.enter", call.round)
+        self._before("dispatch", call.context, call.round, 0)
+        self._exchange.dispatch(call)
+
+    def combine(self, call: CombineCall) -> None:
+        self._at("combine.enter", call.round)
+        self._before("combine", call.context, call.round, call.attempt)
+        self._exchange.combine(call)
+
+    def _before(self, phase: str, context: int, round: int, attempt: int) -> None:
+        """Refuse a launch whose signals cannot come; remember it otherwise."""
+        # The mask cannot be read while a graph is captured; a replay finds out by itself.
+        if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
+            for peer in sorted(self._needed(context) & self._mesh.lost):
+                raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+        for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
+            raise from_facts(json.loads(body), reporter=peer)
+        self._launched[context, phase] = (round, attempt)
+
+    def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
+        self._mesh.signal(_DECLINED[phase], context, round, json.dumps(facts).encode(), attempt=attempt)
+
+    def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
+        self._exchange.set_budgets(startup_timeout_s, timeout_s)
+
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        for context, words in enumerate(self._exchange.words):
+            if words.recorded:
+                raise self._recorded(self._error_of(context))
+        if self._mesh.error is not None:
+            self._exchange.abort(_NO_RANK)
+            raise self._mesh.error
+
+    def _recorded(self, error: A2AError) -> A2AError:
+        """Announce `error` unless another one came first; the one that counts."""
+        counts = self._mesh.record(error)
+        self._exchange.abort(_NO_RANK)
+        return counts
+
+    def _error_of(self, context: int) -> A2AError:
+        """What a kernel wrote down, as an error."""
+        words = self._exchange.words[context]
+        kind, peer, phase = int(words.kind), int(words.peer), PHASES[int(words.phase)]
+        round = int(words.round) - self._base[context]
+        if kind == 2:
+            if self._mesh.error is not None:
+                return self._mesh.error
+            reason = int(words.abort)
+            peer = peer if reason in (0, _NO_RANK) else reason - 1
+            return PeerLost(rank=self.rank, peer=peer, phase=phase, round=round)
+        if kind in (3, 4):
+            values = {self.rank: int(words.wanted), peer: int(words.seen)}
+            what = KINDS[kind].removeprefix("mismatch of ")
+            return MismatchError(what=f"{what} in {phase}", values=dict(sorted(values.items())))
+        if peer in self._mesh.lost:
+            return PeerLost(rank=self.rank, peer=peer, phase=phase, round=round)
+        return PeerTimeout(rank=self.rank, peer=peer, phase=phase, round=round, waited_s=int(words.waited_us) / 1e6)
+
+    def _look(self) -> None:
+        """What the thread does whenever it wakes."""
+        if self._starting_over or self._closed:
+            return
+        mesh = self._mesh
+        if mesh.error is None:
+            self._look_for_declined()
+            for context, words in enumerate(self._exchange.words):
+                if words.recorded:
+                    mesh.record(self._error_of(context))
+        if mesh.error is not None:
+            self._exchange.abort(_NO_RANK)
+        for peer in sorted(mesh.lost - mesh.departed):
+            # Ends waits for a signal that has not come; a kernel that has all its signals is not disturbed.
+            if any(peer in self._needed(context) for context in range(self._config.num_contexts)):
+                self._exchange.abort(1 + peer)
+
+    def _look_for_declined(self) -> None:
+        for (context, phase), (round, attempt) in list(self._launched.items()):
+            for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
+                self._mesh.record(from_facts(json.loads(body), reporter=peer))
+
+    def reset(self, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        mesh, exchange = self._mesh, self._exchange
+        self._starting_over = True
+        try:
+            self._end_launched_work(deadline)
+            masked = set(range(self._config.ep_size)) - set.union(
+                *(self._needed(context) for context in range(self._config.num_contexts))
+            )
+            mesh.reset(timeout_s=max(deadline - time.monotonic(), 0.0), absent=masked - {self.rank})
+            peers = [peer for peer in mesh.peers if not (peer in masked and peer in mesh.lost)]
+            played = exchange.rounds()
+            mesh.signal(_PLAYED, 0, 0, json.dumps(played).encode(), peers=peers)
+            heard = mesh.wait(_PLAYED, 0, 0, peers=peers, timeout_s=max(deadline - time.monotonic(), 0.0))
+            everyone = [played, *(json.loads(body) for body in heard.values())]
+            self._base = [max(rounds) + 1 for rounds in zip(*everyone, strict=True)]
+            exchange.start_over(self._base)
+            self._launched.clear()
+            self._set_all_active(absent=masked & mesh.lost)
+            mesh.signal(_READY, 0, 0, peers=peers)
+            mesh.wait(_READY, 0, 0, peers=peers, timeout_s=max(deadline - time.monotonic(), 0.0))
+        finally:
+            self._starting_over = False
+
+    def _end_launched_work(self, deadline: float) -> None:
+        """Wait for the launched work; end its waits where a failure is known or time runs out."""
+        exchange, mesh = self._exchange, self._mesh
+        while exchange.busy():
+            failed = mesh.error is not None or mesh.lost or any(words.recorded for words in exchange.words)
+            if failed or time.monotonic() > deadline - 1.0:
+                exchange.abort(_NO_RANK)
+                break
+            time.sleep(1e-3)
+        exchange.wait()
+
+    def close(self) -> None:
+        """As `Transport.close`; waits for this rank's own launched work, whose waits all have deadlines."""
+        if self._closed:
+            return
+        try:
+            if self._mesh.error is not None or self._mesh.lost - self._mesh.departed:
+                self._exchange.abort(_NO_RANK)
+            # A goodbye says that all signals of this rank have been given.
+            self._exchange.wait()
+        finally:
+            self._closed = True
+            self._stop.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._mesh.close()
+            self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8, device=self.workspace.device)
+            del self._exchange
+
+    def __del__(self) -> None:
+        stop: threading.Event | None = getattr(self, "_stop", None)
+        if stop is not None and not self._closed:
+            # Kernels that still wait end at once, so that unmapping the memory need not wait for peers.
+            self._exchange.abort(_NO_RANK)
+            stop.set()
+
+    # ---- who takes part --------------------------------------------------------------------------------------------
+
+    def _needed(self, context: int) -> set[int]:
+        """Ranks whose signals a round of the context needs. Reads device memory if ranks can be masked."""
+        everyone = set(range(self._config.ep_size))
+        if not self._config.enable_rank_mask:
+            return everyone
+        with torch.cuda.stream(self._side_stream):
+            words = self._mask(context).tolist()
+        return {rank for rank in everyone if int(words[rank // 64]) >> (rank % 64) & 1}
+
+    def _mask(self, context: int) -> torch.Tensor:
+        region = self._layout.region("rank_mask", context)
+        return self.workspace[self.rank, region.offset_bytes : region.end_bytes].view(torch.uint64)
+
+    def _set_all_active(self, absent: set[int] | None = None) -> None:
+        if not self._config.enable_rank_mask:
+            return
+        ep = self._config.ep_size
+        active = [rank for rank in range(ep) if rank not in (absent or set())]
+        words = [sum(1 << rank % 64 for rank in active if rank // 64 == word) for word in range(-(-ep // 64))]
+        with torch.cuda.stream(self._side_stream):
+            for context in range(self._config.num_contexts):
+                self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
+        self._side_stream.synchronize()
+
+    def _at(self, point: str, round: int) -> None:
+        if self.hook is not None:
+            self.hook(point, round)
+
+
+def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTransport]) -> None:
+    """Body of the thread; ends with its transport."""
+    while not stop.is_set():
+        mesh.pump(_LOOK_S)
+        transport = owner()
+        if transport is None:
+            return
+        transport._look()
+        del transport
+
+
+def _reasons_of_this_process(config: ExchangeConfig) -> list[str]:
+    reasons = []
+    if not sys.platform.startswith("linux"):
+        reasons.append("it needs Linux")
+    missing = [name for name in ("cuda.bindings", "cuda.core") if not _importable(name)]
+    if missing:
+        reasons.append(f"{' and '.join(missing)} cannot be imported: install a2a[cu13] or a2a[cu12]")
+    if not torch.cuda.is_available():
+        reasons.append("torch sees no GPU in this process")
+    elif torch.cuda.get_device_capability() < _MIN_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        reasons.append(f"the GPU has compute capability {major}.{minor}, it needs 8.0")
+    if config.combine_dtype_bytes_per_elem == 1:
+        reasons.append("its combine does not carry the e4m3 wire (combine_dtype_bytes_per_elem = 1)")
+    if not reasons:
+        from a2a.nvlink.driver import attribute
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not attribute(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+            reasons.append("the driver has no virtual memory management for this GPU")
+    return reasons
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _fabric_attribute() -> bool:
+    from a2a.nvlink.driver import attribute
+
+    return bool(attribute(torch.device("cuda", torch.cuda.current_device()), "HANDLE_TYPE_FABRIC_SUPPORTED"))
+
+
+def _reasons_of_memory(comm: Comm) -> list[str]:
+    """Why the ranks cannot map each other's memory: found by doing it once, with a little. Collective."""
+    from a2a.nvlink.memory import SymmetricMemory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = Mesh(comm, (), timeout_s=_PROBE_TIMEOUT_S)
+    try:
+        SymmetricMemory(_PROBE_BYTES, device, comm, mesh, timeout_s=_PROBE_TIMEOUT_S)
+    except Unsupported as error:
+        # Every rank has every rank's reasons; each tells its own.
+        mine = f"rank {comm.Get_rank()}: "
+        return [reason.removeprefix(mine) for reason in error.reasons if reason.startswith(mine)]
+    finally:
+        comm.barrier()
+        mesh.close()
+    return []
+
+
+TRANSPORT: Final = NvlinkTransport
