@@ -26,11 +26,14 @@ class Env:
             round, in which ranks may still be loading; default 300.
         timeout_s: A2A_TIMEOUT_S, deadline in seconds of every wait of later rounds; default 30.
         transport: A2A_TRANSPORT, the transport that `transport="auto"` takes; default None, the choice is free.
+        local_store: A2A_LOCAL_STORE, the unix socket at which ranks of one machine meet; set by the local spawn for
+            its ranks, not by users; default None.
     """
 
     startup_timeout_s: float = 300.0
     timeout_s: float = 30.0
     transport: str | None = None
+    local_store: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
@@ -53,7 +56,8 @@ class Env:
         return cls(
             startup_timeout_s=_seconds(given, "A2A_STARTUP_TIMEOUT_S", cls.startup_timeout_s),
             timeout_s=_seconds(given, "A2A_TIMEOUT_S", cls.timeout_s),
-            transport=given["A2A_TRANSPORT"].strip() if "A2A_TRANSPORT" in given else cls.transport,
+            transport=_text(given, "A2A_TRANSPORT"),
+            local_store=_text(given, "A2A_LOCAL_STORE"),
         )
 
 
@@ -66,6 +70,10 @@ def replace(variables: Mapping[str, str]) -> None:
     """Makes `variables` the whole environment of this process: how a spawned rank gets its own."""
     os.environ.clear()
     os.environ.update(variables)
+
+
+def _text(given: Mapping[str, str], name: str) -> str | None:
+    return given[name].strip() if name in given else None
 
 
 def _seconds(given: Mapping[str, str], name: str, default: float) -> float:

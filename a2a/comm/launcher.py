@@ -57,6 +57,7 @@ _MASTER_PORT: Final = "MASTER_PORT"
 _SERVED: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
 _NUM_AGENTS: Final = "GROUP_WORLD_SIZE"
+_LOCAL_STORE: Final = "A2A_LOCAL_STORE"
 _SLURM_STEP: Final = "SLURM_STEP_ID"
 _SLURM_STEP_SIZE: Final = "SLURM_STEP_NUM_TASKS"
 _SLURM_JOB: Final = "SLURM_JOB_ID"
@@ -68,7 +69,8 @@ Source: SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP in https://github.com/SchedMD
 VARIABLES: Final = tuple(
     sorted(
         {name for row in _TABLE for name in (row.rank, row.size, row.local_rank, row.local_size) if name}
-        | {_MASTER_ADDRESS, _MASTER_PORT, _SERVED, _ATTEMPT, _NUM_AGENTS, _SLURM_STEP, _SLURM_STEP_SIZE, _SLURM_JOB}
+        | {_MASTER_ADDRESS, _MASTER_PORT, _SERVED, _ATTEMPT, _NUM_AGENTS, _LOCAL_STORE}
+        | {_SLURM_STEP, _SLURM_STEP_SIZE, _SLURM_JOB}
     )
 )
 """Every variable that `detect` looks at."""
@@ -93,6 +95,7 @@ class Launcher:
         master_address: MASTER_ADDR, where ranks that have no MPI meet.
         master_port: MASTER_PORT.
         store_is_served: whether the launcher itself listens there (torchrun's agent does), so that no rank has to.
+        local_store: A2A_LOCAL_STORE, where the ranks of this package's own spawn meet instead.
         attempt: how often an elastic launcher has restarted the ranks.
         variables: names of the variables this rests on.
         notes: why variables that look like a rank's do not make this process one.
@@ -106,6 +109,7 @@ class Launcher:
     master_address: str | None = None
     master_port: int | None = None
     store_is_served: bool = False
+    local_store: str | None = None
     attempt: int = 0
     variables: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -165,7 +169,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     address, port = None, None
     if chosen.row.kind not in MPI_KINDS:
         address, port = _master(seen, chosen)
-        variables += [name for name in (_MASTER_ADDRESS, _MASTER_PORT) if name in seen]
+        variables += [name for name in (_MASTER_ADDRESS, _MASTER_PORT, _LOCAL_STORE) if name in seen]
     is_torchrun = chosen.row.kind == TORCHRUN
     return Launcher(
         kind=chosen.row.kind,
@@ -176,6 +180,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
         master_address=address,
         master_port=port,
         store_is_served=is_torchrun and seen.get(_SERVED, "") == "True",
+        local_store=seen.get(_LOCAL_STORE) if is_torchrun else None,
         attempt=_number(_ATTEMPT, seen[_ATTEMPT], 0) if is_torchrun and _ATTEMPT in seen else 0,
         variables=tuple(variables),
         notes=tuple(notes),

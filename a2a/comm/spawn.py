@@ -1,7 +1,7 @@
 """comm/spawn: N ranks as processes of this machine, for the command line and the tests.
 
-Owns their start, their environment (torchrun's variables, with the store served by the parent), their outcomes and
-their end. Refuses to know what they run.
+Owns their start, their environment (torchrun's variables, and a store of the parent at which they meet), their
+outcomes and their end. Refuses to know what they run.
 
 Ranks are forked from one server process that has imported torch already, so a rank starts in milliseconds. They end
 with their parent however it ends: each watches a pipe that closes with it.
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,13 +28,14 @@ from typing import Any, Final
 
 from a2a import env
 from a2a.comm.launcher import without_launchers
+from a2a.comm.local_store import LocalStoreServer
 from a2a.errors import A2AError, ConfigError, PeerLost, PeerTimeout
 
 GRACE_S: Final = 5.0
 """Seconds that the other ranks have, once one has failed, to end by themselves with errors of their own."""
 
 _PHASE: Final = "run"
-_PRELOAD: Final = ("torch", "torch.distributed", "a2a", "a2a.comm.store", "numba", "pytest")
+_PRELOAD: Final = ("torch", "torch.distributed", "a2a", "a2a.comm.store", "numba")
 _TERMINATION_S: Final = 2.0
 _NAMES_MAIN: Final = b"__main__"
 """In a pickle of something that the main script defines, which a rank then has to run to find it."""
@@ -119,7 +121,7 @@ def outcomes(
         raise ConfigError(what="num_ranks", got=num_ranks, wanted="an integer >= 1")
     job = _Job(target, tuple(args), num_ranks, on_line)
     try:
-        job.start(timeout_s)
+        job.start()
         if on_start is not None:
             on_start(job.process_ids())
         job.follow(time.monotonic() + timeout_s, grace_s)
@@ -145,14 +147,17 @@ class _Job:
         self._results: dict[int, connection.Connection] = {}
         self._outputs: dict[int, _Lines] = {}
         self._running: dict[int, Outcome] = {}
-        self._store: Any = None
+        self._store: LocalStoreServer | None = None
+        # Bound and never listening: keeps the port free for a rank 0 that makes a process group of torch's there.
+        self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.ended: list[Outcome] = []
 
-    def start(self, timeout_s: float) -> None:
-        from a2a.comm.store import serve
-
+    def start(self) -> None:
         context = _context()
-        self._store = serve(timeout_s)
+        self._store = LocalStoreServer()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        port = self._reserved.getsockname()[1]
         inherited = without_launchers(env.snapshot())
         for rank in range(self._num_ranks):
             receiving, sending = context.Pipe(duplex=False)
@@ -160,7 +165,7 @@ class _Job:
             if self._on_line is not None:
                 lines, output = context.Pipe(duplex=False)
                 self._outputs[rank] = _Lines(lines)
-            variables = {**inherited, **_variables(rank, self._num_ranks, self._store.port)}
+            variables = {**inherited, **_variables(rank, self._num_ranks, port, self._store)}
             child = context.Process(
                 target=_rank_main, args=(self._call, variables, sending, output, self._num_ranks), name=f"rank {rank}"
             )
@@ -221,7 +226,9 @@ class _Job:
             receiving.close()
         for lines in self._outputs.values():
             lines.pipe.close()
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+        self._reserved.close()
 
     def _finish(self, rank: int) -> None:
         self._read_result(rank)
@@ -293,18 +300,14 @@ class _hidden_main:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Takes effect with the first rank of this process; modules that are not there are left out.
-    context.set_forkserver_preload([name for name in _PRELOAD if _is_wanted(name)])
+    # Takes effect with the first rank of this process. What of this package the parent has loaded, ranks will need too.
+    loaded = [name for name in sys.modules if name.startswith("a2a.") and not name.endswith("__main__")]
+    present = [name for name in _PRELOAD if importlib.util.find_spec(name) is not None]
+    context.set_forkserver_preload([*present, *loaded])
     return context
 
 
-def _is_wanted(name: str) -> bool:
-    if name == "pytest":
-        return "pytest" in sys.modules
-    return importlib.util.find_spec(name) is not None
-
-
-def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def _variables(rank: int, num_ranks: int, port: int, store: LocalStoreServer) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -312,7 +315,7 @@ def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "A2A_LOCAL_STORE": store.address,
     }
 
 

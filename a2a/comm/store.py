@@ -1,7 +1,8 @@
 """comm/store: the group of ranks that a launcher's variables name, over a torch TCPStore.
 
-Owns the meeting at MASTER_ADDR:MASTER_PORT, object collectives over a store, and the split of any group. Refuses to
-touch the default process group and to leave keys behind.
+Owns the meeting at MASTER_ADDR:MASTER_PORT (for ranks of the local spawn: at the store of the process that started
+them), object collectives over a store, and the split of any group. Refuses to touch the default process group and to
+leave keys behind.
 
 A collective ends on the group's keeper (the rank that serves the store, or rank 0 where a launcher serves it) only
 after every other rank has read; the keeper then drops the keys. So the rank that serves may exit as soon as its own
@@ -23,11 +24,14 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from a2a.comm.launcher import Launcher
+from a2a.comm.local_store import LocalStore
 from a2a.comm.protocol import PHASE, Comm, Deadline, SingleComm, check_color, check_root
 from a2a.errors import ConfigError, MismatchError, PeerLost
 
 _STAGGER_S = 0.004
 _LAST_STAGGER_S = 0.5
+_BROKEN = (DistError, ConnectionResetError, BrokenPipeError)
+"""What a store raises once its server is gone; not OSError, which this package's own deadline errors are too."""
 _ROOT_KEY = "a2a"
 _ABSENT = "look at what that rank does, or raise startup_timeout_s"
 
@@ -39,7 +43,7 @@ class StoreComm:
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, size: int, *, server: int | None, timeout_s: float
+        self, store: Store | LocalStore, prefix: str, rank: int, size: int, *, server: int | None, timeout_s: float
     ) -> None:
         self._store = store
         self._server = server
@@ -72,7 +76,7 @@ class StoreComm:
                 self._wait({self._keeper: gathered}, blame={rank: given[rank] for rank in range(self._size)})
                 parts = pickle.loads(self._store.get(gathered))
                 _put(self._store, f"{call}/read/{self._rank}", b"")
-        except DistError as error:
+        except _BROKEN as error:
             raise self._lost() from error
         return [pickle.loads(part) for part in parts]
 
@@ -91,7 +95,7 @@ class StoreComm:
                 self._drop_when_read(call, [given])
             else:
                 _put(self._store, f"{call}/read/{self._rank}", b"")
-        except DistError as error:
+        except _BROKEN as error:
             raise self._lost() from error
         return pickle.loads(content)
 
@@ -153,27 +157,18 @@ def meet(launcher: Launcher, *, timeout_s: float) -> Comm:
         raise ConfigError(what="launcher", got=launcher.kind, wanted="one that gives a rank and a size")
     if size == 1:
         return SingleComm()
-    if launcher.master_address is None or launcher.master_port is None:
-        raise ConfigError(
-            what="MASTER_ADDR and MASTER_PORT",
-            got=f"address {launcher.master_address!r}, port {launcher.master_port!r}",
-            wanted=f"both, equal on all ranks: {launcher.kind} starts {size} ranks and does not say where they meet",
-            rank=rank,
-        )
-    address, port = launcher.master_address, launcher.master_port
-    serves = rank == 0 and not launcher.store_is_served
     root = f"{_ROOT_KEY}/{launcher.attempt}"
     deadline = Deadline(timeout_s, rank)
+    server = None if launcher.store_is_served or launcher.local_store is not None else 0
     while True:
-        store = _serve(port, timeout_s, rank) if serves else _connect(address, port, deadline, rank)
+        store = _open(launcher, rank, server, timeout_s, deadline)
         try:
             session, session_key = _agree(store, root, rank, size, deadline)
             break
-        except DistError as error:
+        except _BROKEN as error:
             # Rank 0's store for an earlier object may go away under a rank that is already at the next one.
-            if serves or not deadline.pause():
+            if rank == server or not deadline.pause():
                 raise PeerLost(rank=rank, peer=0, phase=PHASE, round=0) from error
-    server = None if launcher.store_is_served else 0
     comm = StoreComm(store, f"{_ROOT_KEY}/{session}", rank, size, server=server, timeout_s=timeout_s)
     try:
         comm.barrier()
@@ -208,17 +203,37 @@ def split(comm: Comm, color: int, key: int, *, timeout_s: float) -> Comm:
     return StoreComm(store, f"{_ROOT_KEY}/{session}", ranks.index(rank), len(ranks), server=0, timeout_s=timeout_s)
 
 
-def serve(timeout_s: float) -> TCPStore:
-    """A store on a free port of this machine, alive as long as the object returned (its `port` says where)."""
-    return _serve(0, timeout_s, None)
-
-
 def _put(store: Any, key: str, value: bytes) -> None:
     # The store takes bytes; its type stub in torch 2.13 admits text alone.
     store.set(key, value)
 
 
-def _agree(store: TCPStore, root: str, rank: int, size: int, deadline: Deadline) -> tuple[str, str]:
+def _open(
+    launcher: Launcher, rank: int, server: int | None, timeout_s: float, deadline: Deadline
+) -> Store | LocalStore:
+    if launcher.local_store is not None:
+        try:
+            return LocalStore(launcher.local_store)
+        except OSError as error:
+            raise ConfigError(
+                what="A2A_LOCAL_STORE",
+                got=launcher.local_store,
+                wanted="the socket of the process that started this rank, still running",
+                change=f"unset it, or let the local spawn set it ({error})",
+                rank=rank,
+            ) from error
+    address, port = launcher.master_address, launcher.master_port
+    if address is None or port is None:
+        raise ConfigError(
+            what="MASTER_ADDR and MASTER_PORT",
+            got=f"address {address!r}, port {port!r}",
+            wanted=f"both, equal on all ranks: {launcher.kind} starts {launcher.size} ranks and not where they meet",
+            rank=rank,
+        )
+    return _serve(port, timeout_s, rank) if rank == server else _connect(address, port, deadline, rank)
+
+
+def _agree(store: Store | LocalStore, root: str, rank: int, size: int, deadline: Deadline) -> tuple[str, str]:
     turn = store.add(f"{root}/turn/{rank}", 1)
     key = f"{root}/session/{turn}"
     if rank == 0:
@@ -237,12 +252,12 @@ def _agree(store: TCPStore, root: str, rank: int, size: int, deadline: Deadline)
     return session, key
 
 
-def _serve(port: int, timeout_s: float, rank: int | None) -> TCPStore:
+def _serve(port: int, timeout_s: float, rank: int) -> TCPStore:
     try:
         # multi_tenant: a process group that this process makes at the same port shares the server.
         return TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=port != 0,
                              timeout=datetime.timedelta(seconds=timeout_s))
-    except DistError as error:
+    except _BROKEN as error:
         raise ConfigError(
             what="MASTER_PORT", got=port, wanted="a port on which rank 0 can listen",
             change=f"choose another ({str(error).splitlines()[0]})", rank=rank,
