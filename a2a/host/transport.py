@@ -28,12 +28,12 @@ from a2a.comm import Comm
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig, low_precision_bytes_per_token
 from a2a.errors import MismatchError, from_facts
+from a2a.host.loops import Route, fastest
 from a2a.host.memory import shared_workspaces
-from a2a.host.sums import have_numba, sum_rows_numba, sum_rows_torch
 from a2a.layout import WorkspaceLayout
 from a2a.placement import Placement
 from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
-from a2a.transport import CombineCall, DispatchCall, Payload, Transport
+from a2a.transport import CombineCall, DispatchCall, Transport
 
 _ENTER: Final = "dispatch.enter"
 _DONE: Final = "dispatch.done"
@@ -44,21 +44,6 @@ _DECLINED: Final = b"!"
 _PHASES: Final = {"dispatch": _ENTER, "combine": _READY}
 _LOW_PRECISION_CHUNK: Final = 1 << 18
 """Elements dequantised at a time, so that they stay in the second-level cache."""
-
-
-class _Route:
-    """Where this rank's tokens went in the round at hand.
-
-    Attributes:
-        slots: int64 `[n, ep]`, slot of a token at a rank, -1 where it has none.
-        active: ranks that take part, ascending.
-    """
-
-    __slots__ = ("active", "slots")
-
-    def __init__(self, slots: Tensor, active: Sequence[int]) -> None:
-        self.slots = slots
-        self.active = active
 
 
 class HostTransport(Transport):
@@ -96,9 +81,13 @@ class HostTransport(Transport):
         self._mesh = Mesh(comm, (_ENTER, _DONE, _READY), timeout_s=timeout_s)
         self.workspace = shared_workspaces(layout.num_bytes, self._mesh, timeout_s=timeout_s)
         self._everyone = tuple(range(config.ep_size))
-        self._routes: dict[int, _Route] = {}
-        self._sum_rows = sum_rows_numba() if have_numba() else sum_rows_torch
         self._stride = self.workspace.stride(0)
+        self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
+        self._rank_starts = torch.arange(config.ep_size) * self._stride
+        self._all_active = torch.ones(config.ep_size, dtype=torch.uint8)
+        self._routes: dict[int, Route] = {}
+        self._entries: dict[object, bytes] = {}
+        self._loops = fastest()
         for context in range(config.num_contexts):
             if config.enable_rank_mask:
                 self._set_all_active(context)
@@ -115,123 +104,83 @@ class HostTransport(Transport):
         entry = self._entry(call, active)
         mesh.signal(_ENTER, context, round, entry, peers=peers, timeout_s=call.timeout_s)
         # The peers' entries travel while this rank works out where its tokens go.
-        owners, route = self._route(call, active)
+        route = self._route(call, active)
         sources = _wire_rows(call)
         heard = mesh.wait(_ENTER, context, round, peers=peers, timeout_s=call.timeout_s)
         self._compare(_ENTER, entry, heard)
         self._at("dispatch.write", round)
         self._routes[context] = route
-        self._write_tables(call, owners, route)
-        self._write_rows(call, sources, route)
+        self._write_tables(call, route, active)
+        most = call.runtime_max_tokens_per_rank
+        for payload, rows in zip(call.payloads, sources, strict=True):
+            block = payload.offset_bytes + self.rank * most * payload.row_bytes
+            self._loops.write_rows(rows, route.slots, self._memory, self._rank_starts + block)
         self._at("dispatch.signal", round)
         mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
         self._at("dispatch.wait", round)
         mesh.wait(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
-        self._scrub(call, route)
+        self._scrub(call)
 
     def _entry(self, call: DispatchCall, active: Sequence[int]) -> bytes:
-        facts = {
-            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
-            "payload_row_bytes": [payload.row_bytes for payload in call.payloads],
-            "eplb_local_stats": call.eplb_local_stats is not None,
-            "active_ranks": list(active),
-        }
-        return json.dumps(facts).encode()
+        widths = tuple(payload.row_bytes for payload in call.payloads)
+        key = (call.runtime_max_tokens_per_rank, widths, call.eplb_local_stats is not None, tuple(active))
+        entry = self._entries.get(key)
+        if entry is None:
+            names = ("runtime_max_tokens_per_rank", "payload_row_bytes", "eplb_local_stats", "active_ranks")
+            self._entries.clear()
+            entry = self._entries[key] = json.dumps(dict(zip(names, key, strict=True))).encode()
+        return entry
 
-    def _route(self, call: DispatchCall, active: Sequence[int]) -> tuple[Tensor, _Route]:
-        """Rank of each pick, int64 `[n, k]` with `ep` for nowhere, and the slots that follow from it."""
-        ep, ids = self._config.ep_size, call.topk_ids
-        n = ids.shape[0]
-        owners = self._placement.owners(ids)
-        if len(active) != ep:
-            takes_part = torch.zeros(ep + 1, dtype=torch.bool)
-            takes_part[list(active)] = True
-            owners = torch.where(takes_part[owners], owners, -1)
-        owners = torch.where(owners < 0, ep, owners)
-        hits = torch.zeros((n, ep + 1), dtype=torch.bool).scatter_(1, owners, True)[:, :ep]
-        places = torch.arange(n)[:, None] if self._config.row_order == "token" else hits.cumsum(0) - 1
-        return owners, _Route(torch.where(hits, places, -1), active)
+    def _route(self, call: DispatchCall, active: Sequence[int]) -> Route:
+        n, k = call.topk_ids.shape
+        takes_part = self._all_active
+        if len(active) != self._config.ep_size:
+            takes_part = torch.zeros_like(takes_part)
+            takes_part[list(active)] = 1
+        return self._loops.route(
+            call.topk_ids,
+            self._placement.table,
+            takes_part,
+            self._config.row_order == "compact",
+            self._table("topk_target_ranks", call.context)[: n * k].view(n, k),
+            self._table("topk_send_indices", call.context)[: n * k].view(n, k),
+        )
 
-    def _write_tables(self, call: DispatchCall, owners: Tensor, route: _Route) -> None:
+    def _write_tables(self, call: DispatchCall, route: Route, active: Sequence[int]) -> None:
         ep, context = self._config.ep_size, call.context
-        n, k = owners.shape
-        picks = torch.arange(k).expand(n, k)
-        first = torch.full((n, ep + 1), k).scatter_reduce_(1, owners, picks, "amin").gather(1, owners) == picks
-        first &= owners < ep
-        slots = torch.nn.functional.pad(route.slots, (0, 1), value=-1).gather(1, owners)
-        self._table("topk_target_ranks", context, self.rank)[: n * k].view(n, k).copy_(torch.where(first, owners, -1))
-        self._table("topk_send_indices", context, self.rank)[: n * k].view(n, k).copy_(torch.where(first, slots, -1))
-        counts = (route.slots >= 0).sum(0, dtype=torch.int32)
-        self._table("send_counts", context, self.rank).copy_(counts)
-        everywhere = len(route.active) == ep
-        active = slice(None) if everywhere else torch.tensor(route.active)
+        self._table("send_counts", context).copy_(route.counts)
+        everywhere = len(active) == ep
+        to: slice | Tensor = slice(None) if everywhere else torch.tensor(active)
         # One strided store reaches every receiver: count and statistics lie at the same offset of each workspace.
-        self._tables("recv_counts", context)[active, self.rank] = counts[active]
-        if not everywhere:
-            silent = [rank for rank in self._everyone if rank not in route.active]
-            self._table("recv_counts", context, self.rank)[silent] = 0
+        self._tables("recv_counts", context)[to, self.rank] = route.counts[to]
         if call.eplb_local_stats is not None:
-            gathered = self._tables("eplb_gathered_stats", context).view(ep, ep, -1)
-            gathered[active, self.rank] = call.eplb_local_stats
+            self._tables("eplb_gathered_stats", context).view(ep, ep, -1)[to, self.rank] = call.eplb_local_stats
+        valid: Tensor | None = None
         if self._config.row_order == "token":
             most = call.runtime_max_tokens_per_rank
             valid = torch.zeros((ep, most), dtype=torch.uint8)
-            valid[:, :n] = (route.slots >= 0).T
-            self._valid_rows(context)[active, self.rank, :most] = valid[active]
-            if not everywhere:
+            valid[:, : route.slots.shape[0]] = (route.slots >= 0).T
+            self._valid_rows(context)[to, self.rank, :most] = valid[to]
+        if not everywhere:
+            silent = [rank for rank in self._everyone if rank not in active]
+            self._table("recv_counts", context)[silent] = 0
+            if valid is not None:
                 self._valid_rows(context)[self.rank, silent] = 0
 
-    def _write_rows(self, call: DispatchCall, sources: Sequence[Tensor], route: _Route) -> None:
-        most = call.runtime_max_tokens_per_rank
-        compact = self._config.row_order == "compact"
-        hits = route.slots.T >= 0
-        counts = hits.sum(1).tolist()
-        tokens = torch.split(hits.nonzero()[:, 1], counts)
-        for rank in route.active:
-            picked, count = tokens[rank], counts[rank]
-            if not count:
-                continue
-            for payload, rows in zip(call.payloads, sources, strict=True):
-                start = payload.offset_bytes + self.rank * most * payload.row_bytes
-                if count == rows.shape[0]:
-                    self._block(rank, start, count, payload.row_bytes).copy_(rows)
-                elif compact:
-                    torch.index_select(rows, 0, picked, out=self._block(rank, start, count, payload.row_bytes))
-                else:
-                    block = self._block(rank, start, rows.shape[0], payload.row_bytes)
-                    # Reads and writes the rows of no token as they are; nobody else writes this block.
-                    torch.where(hits[rank, :, None], rows, block, out=block)
-
-    def _scrub(self, call: DispatchCall, route: _Route) -> None:
-        scrubbed = [
-            index
-            for index, payload in enumerate(call.payloads)
-            if index == call.ids_payload or payload.fill_byte is not None
-        ]
-        if not scrubbed:
-            return
+    def _scrub(self, call: DispatchCall) -> None:
         most, ep = call.runtime_max_tokens_per_rank, self._config.ep_size
+        counts = self._table("recv_counts", call.context)
+        valid = None
         if self._config.row_order == "token":
-            padded = self._valid_rows(call.context)[self.rank, :, :most] == 0
-            for index in scrubbed:
-                rows, value = self._scrub_target(call, call.payloads[index], index == call.ids_payload)
-                rows.masked_fill_(padded[..., None], value)
-            return
-        counts = self._table("recv_counts", call.context, self.rank).tolist()
-        for index in scrubbed:
-            rows, value = self._scrub_target(call, call.payloads[index], index == call.ids_payload)
-            for source in range(ep):
-                if counts[source] < most:
-                    rows[source, counts[source] :].fill_(value)
-
-    def _scrub_target(self, call: DispatchCall, payload: Payload, is_ids: bool) -> tuple[Tensor, int]:
-        """The payload as `[ep, R, *]` in the dtype that is filled, and the value of padded rows."""
-        most, ep = call.runtime_max_tokens_per_rank, self._config.ep_size
-        area = self._block(self.rank, payload.offset_bytes, ep * most, payload.row_bytes)
-        if not is_ids:
-            return area.view(ep, most, payload.row_bytes), payload.fill_byte or 0
-        width = payload.row_bytes // call.topk_ids.shape[1]
-        return area.view(torch.int32 if width == 4 else torch.int64).view(ep, most, -1), call.invalid_id
+            valid = self._valid_rows(call.context)[self.rank, :, :most]
+        for index, payload in enumerate(call.payloads):
+            area = self._block(self.rank, payload.offset_bytes, ep * most, payload.row_bytes).view(ep, most, -1)
+            if index == call.ids_payload:
+                wide = payload.row_bytes > 4 * call.topk_ids.shape[1]
+                ids = area.view(torch.int64 if wide else torch.int32)
+                self._loops.fill_padded(ids, counts, valid, call.invalid_id)
+            elif payload.fill_byte is not None:
+                self._loops.fill_padded(area, counts, valid, payload.fill_byte)
 
     # ---- combine ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +199,7 @@ class HostTransport(Transport):
         self._compare(_READY, entry, heard)
         self._at("combine.sum", round)
         slots = route.slots
-        if list(active) != list(route.active):
+        if len(active) != self._config.ep_size:
             # A rank masked out since the dispatch adds nothing.
             gone = [rank for rank in self._everyone if rank not in active]
             slots = slots.clone()
@@ -303,16 +252,15 @@ class HostTransport(Transport):
             valid = self._valid_rows(call.context)[self.rank, :, : call.runtime_max_tokens_per_rank] != 0
             ends = (valid * torch.arange(1, valid.shape[1] + 1)).amax(1).tolist()
         else:
-            ends = self._table("recv_counts", call.context, self.rank).tolist()
+            ends = self._table("recv_counts", call.context).tolist()
         return [(source, rows) for source, rows in enumerate(ends) if rows]
 
     def _sum(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         size, width = call.payload.dtype.itemsize, call.payload.shape[2]
         block = call.runtime_max_tokens_per_rank * width
         start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
-        base = start + torch.arange(self._config.ep_size) * (self._stride // size)
-        words = self.workspace.as_strided((self._config.ep_size * self._stride,), (1,)).view(call.payload.dtype)
-        self._sum_rows(words, base, slots, sums)
+        base = start + self._rank_starts // size
+        self._loops.sum_rows(self._memory.view(call.payload.dtype), base, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         width, row_bytes = call.payload.shape[2], _combine_row_bytes(call)
@@ -386,8 +334,8 @@ class HostTransport(Transport):
         region = self._layout.region(name, context)
         return self.workspace[:, region.offset_bytes : region.end_bytes].view(torch.int32)
 
-    def _table(self, name: str, context: int, rank: int) -> Tensor:
-        return self._tables(name, context)[rank]
+    def _table(self, name: str, context: int) -> Tensor:
+        return self._tables(name, context)[self.rank]
 
     def _valid_rows(self, context: int) -> Tensor:
         """uint8 `[ep, ep, M]`: by receiver and source, which slots hold a row."""

@@ -1,0 +1,94 @@
+"""host/loops: what the host transport does token by token, behind one interface.
+
+Owns the interface and the choice: numba kernels where numba is installed, torch otherwise; both are exact and equal.
+Refuses to know the protocol: it gets tensors and offsets.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib.util
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """Where the tokens of one rank go in one round.
+
+    Attributes:
+        slots: int32 `[n, ep]`, the row that a token takes in this rank's block at each rank, -1 where it has none.
+        counts: int32 `[ep]`, rows sent to each rank.
+    """
+
+    slots: Tensor
+    counts: Tensor
+
+
+class Loops(abc.ABC):
+    """Loops over tokens and rows."""
+
+    @abc.abstractmethod
+    def route(
+        self, ids: Tensor, owners: Tensor, active: Tensor, compact: bool, targets: Tensor, indices: Tensor
+    ) -> Route:
+        """Find every pick's rank and slot.
+
+        Args:
+            ids: int32 or int64 `[n, k]` global expert ids; those outside `[0, E)` go nowhere.
+            owners: int32 `[E]`, rank of each expert.
+            active: uint8 `[ep]`, nonzero for ranks that take part; picks of others go nowhere.
+            compact: slots count the tokens that have a pick at the rank; else a token's slot is its index.
+            targets: int32 `[n, k]`, written: the rank at the first pick there, else -1.
+            indices: int32 `[n, k]`, written: its slot, else -1.
+        """
+
+    @abc.abstractmethod
+    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
+        """Copy every row to its slot at every rank that it goes to.
+
+        Args:
+            rows: uint8 `[n, row_bytes]`.
+            slots: see `Route`.
+            memory: uint8, all workspaces as one 1-D tensor.
+            starts: int64 `[ep]`, offset in `memory` of the block this rank writes at each rank.
+        """
+
+    @abc.abstractmethod
+    def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
+        """Give padded rows a value.
+
+        Args:
+            area: `[ep, R, *]` of an integer dtype.
+            counts: int32 `[ep]`, valid rows of each block, when they are compact.
+            valid: uint8 `[ep, R]`, nonzero for valid rows, when they are not; else None.
+            value: what every element of the other rows becomes.
+        """
+
+    @abc.abstractmethod
+    def sum_rows(self, words: Tensor, base: Tensor, slots: Tensor, output: Tensor) -> None:
+        """Write every token's sum: in fp32 from +0, in ascending rank, rounded once to nearest, ties to even.
+
+        Args:
+            words: all workspaces as one 1-D tensor of the rows' dtype: bf16, fp16 or fp32.
+            base: int64 `[ep]`, element offset in `words` of the block that each rank keeps for this one.
+            slots: see `Route`.
+            output: `[n, H']` bf16, fp16 or fp32, contiguous.
+        """
+
+
+def have_numba() -> bool:
+    """Whether the numba kernels can be had; looks, imports nothing."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def fastest() -> Loops:
+    """The numba kernels if numba is installed, torch otherwise."""
+    if have_numba():
+        from a2a.host.numba_loops import NumbaLoops
+
+        return NumbaLoops()
+    from a2a.host.torch_loops import TorchLoops
+
+    return TorchLoops()
