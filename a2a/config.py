@@ -186,7 +186,7 @@ def _check_placement(placement: tuple[int, ...], num_experts: int, ep_size: int)
         _in_range(f"placement[{expert}]", rank, 0, ep_size - 1)
 
 
-_Table = TypeVar("_Table")
+_Table = TypeVar("_Table", "ModelPreset", "BenchPlan", "ClusterFigures")
 
 MAIN_BENCH_PLAN: Final = "main"
 """The bench plan that runs when none is named."""
@@ -387,7 +387,7 @@ def _read_table(path: Path, kind: type[_Table]) -> _Table:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(what=str(path), got=str(error), wanted="a readable TOML file") from error
     hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "name"}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "name"}
     known = "known keys: " + ", ".join(fields)
     for key in table:
         if key not in fields:
@@ -395,7 +395,7 @@ def _read_table(path: Path, kind: type[_Table]) -> _Table:
     for key, field in fields.items():
         if key not in table and field.default is dataclasses.MISSING:
             raise ConfigError(what=f"{path}: {key}", got="nothing", wanted=_type_name(hints[key]), change=known)
-    values = {key: _typed(path, key, value, hints[key], known) for key, value in table.items()}
+    values: dict[str, Any] = {key: _typed(path, key, value, hints[key], known) for key, value in table.items()}
     try:
         return kind(name=path.stem, **values)
     except ConfigError as error:

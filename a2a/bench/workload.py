@@ -23,7 +23,7 @@ from a2a.config import configs_dir
 from a2a.errors import ConfigError
 
 GENERATORS: Final = ("uniform", "zipf", "hot", "skewed")
-"""uniform; zipf[:exponent] over a random order of experts; hot[:share] of tokens that pick expert 0; skewed rank sizes."""
+"""uniform; zipf[:exponent] over a random order of experts; hot[:share of tokens that pick expert 0]; skewed sizes."""
 
 PARTS: Final = ("all", "warmup", "rest")
 """Rows of a recording: all of them, its leading identical rows, or the others."""
@@ -302,7 +302,8 @@ def _load_pt(path: Path) -> Tensor:
     try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise ConfigError(what=str(path), got=str(error).splitlines()[0], wanted="a tensor saved by torch.save") from error
+        got = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(what=str(path), got=got, wanted="a tensor saved by torch.save") from error
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
         got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ConfigError(what=str(path), got=got, wanted="a tensor of integers")

@@ -1,0 +1,278 @@
+"""doctor: what this machine can do, found out by trying.
+
+Owns the probes and what they say. Refuses to guess: what could not be tried is told as such.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import importlib
+import mmap
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from a2a import env
+from a2a.bench.report import installed
+from a2a.comm import detect
+from a2a.comm.launcher import without_launchers
+from a2a.comm.protocol import SingleComm
+from a2a.config import ExchangeConfig
+from a2a.errors import A2AError
+from a2a.transport import TRANSPORTS, transport_class
+
+_PROBE_TIMEOUT_S: Final = 20
+_WORD: Final = b"a2a was here"
+_VERSIONS: Final = (
+    "a2a", "torch", "numpy", "numba", "mpi4py", "mpich", "openmpi", "rich", "cuda-core", "cuda-bindings",
+)  # fmt: skip
+
+_CHILD: Final = f"""
+import array, mmap, os, socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+_, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(4))
+descriptor = array.array("i", ancillary[0][2])[0]
+with mmap.mmap(descriptor, 4096) as memory:
+    memory[: {len(_WORD)}] = {_WORD!r}
+channel.send(b"x")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One answer.
+
+    Attributes:
+        topic: what was looked at.
+        ok: True when it works, False when it was tried and does not, None for a fact or what could not be tried.
+        text: in words.
+    """
+
+    topic: str
+    ok: bool | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """All answers.
+
+    Attributes:
+        findings: in the order in which they are shown.
+        transports: name -> reasons why it cannot serve here; empty when it can.
+        chosen: what `transport="auto"` takes on this machine, or None.
+    """
+
+    findings: tuple[Finding, ...]
+    transports: Mapping[str, tuple[str, ...]]
+    chosen: str | None
+
+
+def diagnose() -> Diagnosis:
+    """Try everything a transport may need; leaves nothing behind."""
+    import torch
+
+    findings = [
+        Finding("machine", None, f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores usable, {_memory()}"),
+        Finding("versions", None, _versions()),
+        _descriptors(),
+        _shared_memory(),
+        *_devices(torch),
+        _mpi(),
+        Finding("mpiexec", None, find_mpiexec() or "none found on PATH or beside this Python"),
+        _sums(),
+        _launcher(),
+    ]
+    transports = {name: tuple(_reasons(name, findings)) for name in TRANSPORTS}
+    chosen = next((name for name, reasons in transports.items() if not reasons), None)
+    for name, reasons in transports.items():
+        text = "can serve" if not reasons else "cannot serve: " + "; ".join(reasons)
+        findings.append(Finding(f"transport {name}", not reasons, text))
+    why = f"{chosen}: the first of {', '.join(TRANSPORTS)} that can serve here" if chosen else "no transport works here"
+    findings.append(Finding("auto would choose", chosen is not None, why))
+    return Diagnosis(tuple(findings), transports, chosen)
+
+
+def find_mpiexec() -> str | None:
+    """Path of an mpiexec: on PATH, or beside the Python that runs this, where MPI wheels put theirs."""
+    for name in ("mpiexec", "mpirun"):
+        beside = Path(sys.executable).parent / name
+        found = shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+        if found:
+            return found
+    return None
+
+
+def _memory() -> str:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        return f"memory unknown ({error.strerror})"
+    facts = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return f"{facts['MemAvailable'] / 2**20:.1f} of {facts['MemTotal'] / 2**20:.1f} GiB memory free"
+
+
+def _versions() -> str:
+    known = [f"{name} {installed(name)}" for name in _VERSIONS if installed(name)]
+    return f"Python {platform.python_version()}, " + ", ".join(known)
+
+
+def _descriptors() -> Finding:
+    """An anonymous memory file, mapped by another process that got its descriptor over a unix socket."""
+    topic = "memfd over a unix socket"
+    try:
+        descriptor = os.memfd_create("a2a-doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        return Finding(topic, False, f"memfd_create: {error.strerror}")
+    mine, theirs = socket.socketpair()
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", _CHILD, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+        theirs.close()
+        mine.settimeout(_PROBE_TIMEOUT_S)
+        mine.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
+        answered = mine.recv(1) == b"x"
+        _, complaint = child.communicate(timeout=_PROBE_TIMEOUT_S)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            arrived = memory[: len(_WORD)] == _WORD
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(topic, False, str(error))
+    finally:
+        mine.close()
+        theirs.close()
+        os.close(descriptor)
+    if answered and arrived:
+        return Finding(topic, True, "tried: another process mapped it and wrote, this one read it")
+    last = complaint.decode(errors="replace").strip().splitlines()
+    return Finding(topic, False, "tried: " + (last[-1] if last else "nothing arrived"))
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Finding("/dev/shm", None, f"{error.strerror}; not needed by a2a")
+    sizes = f"{usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free"
+    return Finding("/dev/shm", None, f"{sizes}; not needed by a2a")
+
+
+def _devices(torch: Any) -> list[Finding]:
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return [
+            Finding("GPUs", None, f"none ({built})"),
+            Finding("peer access", None, "not tried: no GPU"),
+            Finding("GPU handle types", None, "not tried: no GPU"),
+        ]
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    open_pairs = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    return [
+        Finding("GPUs", None, f"{count}: " + ", ".join(names)),
+        Finding("peer access", open_pairs == pairs if pairs else None, f"{len(open_pairs)} of {len(pairs)} pairs"),
+        *_handle_types(),
+    ]
+
+
+def _handle_types() -> list[Finding]:
+    """Driver memory of each handle type, created and exported on device 0."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return [Finding("GPU handle types", None, "not tried: cuda-bindings is not installed")]
+    kinds = driver.CUmemAllocationHandleType
+    found = []
+    for name, kind in (
+        ("POSIX descriptor", kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        ("FABRIC", kinds.CU_MEM_HANDLE_TYPE_FABRIC),
+    ):
+        reason = _try_handle(driver, kind)
+        found.append(Finding(f"GPU handle type {name}", not reason, f"tried: {reason or 'created and exported'}"))
+    return found
+
+
+def _try_handle(driver: Any, kind: Any) -> str:
+    """Why memory of that handle type cannot be shared, or an empty string."""
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    properties.requestedHandleTypes = kind
+    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    status, size = driver.cuMemGetAllocationGranularity(properties, minimum)
+    if status.value:
+        return f"cuMemGetAllocationGranularity: {status.name}"
+    status, handle = driver.cuMemCreate(size, properties, 0)
+    if status.value:
+        return f"cuMemCreate: {status.name}"
+    status, exported = driver.cuMemExportToShareableHandle(handle, kind, 0)
+    driver.cuMemRelease(handle)
+    if status.value:
+        return f"cuMemExportToShareableHandle: {status.name}"
+    if kind == driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+        os.close(int(exported))
+    return ""
+
+
+def _mpi() -> Finding:
+    version = installed("mpi4py")
+    if version is None:
+        return Finding("MPI", None, "mpi4py is not installed; needed only under mpirun: pip install 'a2a[mpi]'")
+    # Importing mpi4py.MPI starts MPI, which is not for this process to do.
+    probe = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", probe],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+            # As one process of its own, not as another rank of a job that this one belongs to.
+            env=without_launchers(env.snapshot()),
+        )
+    except subprocess.SubprocessError as error:
+        return Finding("MPI", False, f"mpi4py {version}: {error}")
+    if done.returncode:
+        last = done.stderr.strip().splitlines()
+        return Finding("MPI", False, f"mpi4py {version}: " + (last[-1] if last else f"exit status {done.returncode}"))
+    return Finding("MPI", True, f"mpi4py {version}, " + " ".join(done.stdout.split()))
+
+
+def _sums() -> Finding:
+    if installed("numba") is None:
+        return Finding("host sums", None, "by torch; install numba for faster ones: pip install 'a2a[cpu]'")
+    return Finding("host sums", None, f"by numba {installed('numba')}")
+
+
+def _launcher() -> Finding:
+    try:
+        launcher = detect(env.snapshot())
+    except A2AError as error:
+        return Finding("launcher", False, str(error))
+    if launcher.rank is None:
+        return Finding("launcher", None, "none: a2a starts local ranks itself")
+    return Finding("launcher", None, f"{launcher.kind}: rank {launcher.rank} of {launcher.size}")
+
+
+def _reasons(name: str, findings: list[Finding]) -> list[str]:
+    """Why a transport cannot serve an ordinary exchange on this machine."""
+    config = ExchangeConfig(ep_size=1, max_num_tokens=8, top_k=2, num_experts=8, hidden_size=128)
+    try:
+        reasons = list(transport_class(name).reasons(config, SingleComm()))
+    except (A2AError, ImportError, OSError) as error:
+        reasons = [str(error)]
+    if name == "host":
+        reasons += [f"{each.topic}: {each.text}" for each in findings if each.topic.startswith("memfd") and not each.ok]
+    return reasons

@@ -1,0 +1,111 @@
+"""exchange: a2a itself as one of the timed implementations.
+
+Owns how the bench drives `MoeAlltoAll`. Refuses to know what is behind it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from a2a.alltoall import Dispatched, MoeAlltoAll
+from a2a.bench.implementation import Case, Experts, Implementation, Received
+from a2a.comm import Comm
+from a2a.errors import StateError
+
+
+def build(case: Case, comm: Comm, name: str) -> MoeAlltoAll:
+    """The object of a case: exactly the capacity that the case needs."""
+    return MoeAlltoAll(
+        max_num_tokens=case.max_tokens,
+        top_k=case.top_k,
+        num_experts=case.num_experts,
+        hidden_size=case.hidden_size,
+        wire_format=case.format_name,
+        mx_alignment=case.mx_alignment,
+        comm=comm,
+        transport=case.transport,
+        row_order=case.row_order,
+        name=name,
+    )
+
+
+class Exchange(Implementation):
+    """dispatch_tokens and combine, with the experts' output in the workspace or in a tensor of their own."""
+
+    name: ClassVar[str] = "a2a"
+    about: ClassVar[str] = "MoeAlltoAll.dispatch_tokens and combine"
+
+    def __init__(self, case: Case, comm: Comm) -> None:
+        self._case = case
+        self._moe = build(case, comm, "bench")
+        self._rows = torch.zeros(0)
+        self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype)
+        self._dispatched: Dispatched | None = None
+        shape = (case.ep_size, case.max_tokens, case.hidden_size)
+        self._payload = None if case.payload_in_workspace else torch.zeros(shape, dtype=case.row_dtype)
+
+    @property
+    def transport(self) -> str:
+        return str(self._moe.transport)
+
+    def load(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def dispatch(self) -> None:
+        case = self._case
+        self._dispatched = self._moe.dispatch_tokens(
+            self._rows,
+            case.topk_ids,
+            case.topk_weights,
+            runtime_max_tokens_per_rank=case.max_tokens,
+            num_sms=case.num_sms,
+        )
+
+    def received(self) -> Received:
+        got = self._got()
+        valid = self._valid(got)
+        counts = tuple(int(count) for count in got.recv_counts)
+        scales = None if got.scales is None else got.scales[valid]
+        return Received(counts, got.hidden_states[valid], scales, got.topk_ids[valid], got.topk_weights[valid])
+
+    def fill(self, experts: Experts) -> None:
+        got = self._got()
+        valid = self._valid(got)
+        scales = None if got.scales is None else got.scales[valid]
+        rows = self._case.dequantize(got.hidden_states[valid], scales)
+        self._target()[valid] = experts(rows, self._case.ep_rank)
+
+    def combine(self) -> Tensor:
+        case = self._case
+        self._dispatched = None
+        return self._moe.combine(
+            self._target(),
+            case.max_tokens,
+            payload_in_workspace=case.payload_in_workspace,
+            output=self._output,
+            num_sms=case.num_sms,
+        )
+
+    def close(self) -> None:
+        self._moe.close()
+
+    def _target(self) -> Tensor:
+        if self._payload is not None:
+            return self._payload
+        case = self._case
+        return self._moe.get_combine_payload_tensor_in_workspace(case.max_tokens, case.hidden_size, case.row_dtype)
+
+    def _got(self) -> Dispatched:
+        if self._dispatched is None:
+            raise StateError(rank=self._case.ep_rank, call="received", state="idle", change="call dispatch first")
+        return self._dispatched
+
+    def _valid(self, got: Dispatched) -> Tensor:
+        """bool `[ep, R]`: the slots that hold a row."""
+        if self._case.row_order == "token":
+            # Scrubbed ids are -1 in every column of a padded slot.
+            return (got.topk_ids >= 0).any(dim=-1)
+        return torch.arange(self._case.max_tokens) < got.recv_counts.cpu().unsqueeze(1)

@@ -1,0 +1,67 @@
+"""torch_a2a: sort by rank, all_to_all_single with splits both ways, index-add, over gloo.
+
+Owns the peer that a user of plain torch would write. Refuses to allocate rows during a round.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from a2a.bench.implementation import Case, Experts, Implementation, Received
+from a2a.bench.peers.gloo import gloo_group
+from a2a.bench.peers.sorted_rows import SortedRows
+from a2a.comm import Comm
+
+
+class TorchAllToAll(Implementation):
+    """Two collectives out (counts, rows) and one back."""
+
+    name: ClassVar[str] = "torch-a2a"
+    about: ClassVar[str] = "torch.distributed: sort by rank, all_to_all_single with splits both ways, index_add, gloo"
+
+    def __init__(self, case: Case, comm: Comm) -> None:
+        self._group = gloo_group(comm)
+        self._rows = SortedRows(case)
+        self._send_counts = torch.zeros(case.ep_size, dtype=torch.int64)
+        self._recv_counts = torch.zeros(case.ep_size, dtype=torch.int64)
+
+    @property
+    def transport(self) -> str:
+        return "gloo"
+
+    def load(self, rows: Tensor) -> None:
+        self._rows.rows = rows
+
+    def dispatch(self) -> None:
+        rows = self._rows
+        rows.pack()
+        self._send_counts.copy_(torch.tensor(rows.send_counts))
+        dist.all_to_all_single(self._recv_counts, self._send_counts, group=self._group)
+        rows.recv_counts = self._recv_counts.tolist()
+        self._exchange(rows.arrived.bytes, rows.recv_counts, rows.send.bytes, rows.send_counts)
+
+    def received(self) -> Received:
+        return self._rows.received()
+
+    def fill(self, experts: Experts) -> None:
+        self._rows.fill(experts)
+
+    def combine(self) -> Tensor:
+        rows = self._rows
+        self._exchange(rows.returned, rows.send_counts, rows.expert_rows, rows.recv_counts)
+        return rows.sum_returned()
+
+    def _exchange(self, output: Tensor, output_counts: list[int], input: Tensor, input_counts: list[int]) -> None:
+        dist.all_to_all_single(
+            output[: sum(output_counts)], input[: sum(input_counts)], output_counts, input_counts, group=self._group
+        )
+
+    def close(self) -> None:
+        """The process group stays for the cases that follow; buffers go with the object."""
+
+
+PEER = TorchAllToAll

@@ -1,0 +1,265 @@
+"""sweep: every combination of a plan: built, checked, timed, checked again, told.
+
+Owns the order of things and what makes a figure worth showing. Refuses to know how a figure is measured (timing) and
+how it is shown (report).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from a2a import reference
+from a2a.bench.byte_count import ByteCount, count_bytes, destinations, pair_counts
+from a2a.bench.exchange import Exchange
+from a2a.bench.implementation import (
+    Case,
+    Experts,
+    Implementation,
+    difference,
+    expected_integer_sums,
+    expected_received,
+    integer_experts,
+    integer_rows,
+    random_experts,
+    random_rows,
+    tensor_difference,
+)
+from a2a.bench.peers import peer
+from a2a.bench.peers.gloo import gloo_group
+from a2a.bench.peers.memcpy import Memcpy
+from a2a.bench.timing import PHASES, Figures, figures, time_rounds
+from a2a.bench.workload import workload
+from a2a.comm import Comm
+from a2a.config import ModelPreset
+
+Row = Mapping[str, Any]
+"""One row of the report, as the contract's JSON names its fields."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What `a2a bench` was asked for; picklable, equal on all ranks.
+
+    Attributes:
+        preset: shape of the layer.
+        tokens, wire_formats, routings, row_orders, payloads_in_workspace: every combination is run.
+        peers: names of other implementations to time beside a2a.
+        rounds: timed rounds of each combination.
+        transport: asked for, "auto" or a name.
+        mode: "eager"; the only one on the host.
+        seed: of routings and rows.
+        num_sms: for GPU transports.
+        rounds_per_graph: for GPU transports.
+    """
+
+    preset: ModelPreset
+    tokens: tuple[int, ...]
+    wire_formats: tuple[str, ...]
+    routings: tuple[str, ...]
+    row_orders: tuple[str, ...]
+    payloads_in_workspace: tuple[bool, ...]
+    peers: tuple[str, ...]
+    rounds: int
+    transport: str
+    mode: str
+    seed: int
+    num_sms: int | None
+    rounds_per_graph: int | None
+
+    @property
+    def num_cases(self) -> int:
+        return len(list(self._combinations()))
+
+    @property
+    def num_steps(self) -> int:
+        """Counted rounds of all implementations and cases, for a progress bar."""
+        return self.num_cases * (1 + len(self.peers)) * self.rounds
+
+    def cases(self, ep_rank: int, ep_size: int) -> Sequence[Case]:
+        """The combinations, in the order in which they are run."""
+        preset = self.preset
+        made = []
+        for routing, format_name, order, in_workspace, tokens in self._combinations():
+            name = preset.wire_format if format_name == "preset" else format_name
+            made.append(
+                Case(
+                    ep_rank=ep_rank,
+                    ep_size=ep_size,
+                    hidden_size=preset.hidden_size,
+                    num_experts=preset.num_experts,
+                    top_k=preset.top_k,
+                    format_name=name,
+                    mx_alignment=preset.mx_alignment if name == "mxfp8" else 0,
+                    row_order=order,
+                    payload_in_workspace=in_workspace,
+                    tokens_per_rank=tokens,
+                    workload=workload(
+                        routing,
+                        ep_size=ep_size,
+                        tokens=tokens,
+                        num_experts=preset.num_experts,
+                        top_k=preset.top_k,
+                        seed=self.seed,
+                    ),
+                    transport=self.transport,
+                    num_sms=self.num_sms,
+                )
+            )
+        return made
+
+    def _combinations(self) -> itertools.product[tuple[str, str, str, bool, int]]:
+        return itertools.product(
+            self.routings, self.wire_formats, self.row_orders, self.payloads_in_workspace, self.tokens
+        )
+
+
+def run(sweep: Sweep, comm: Comm, on_round: Callable[[], None]) -> list[Row]:
+    """Run a sweep. Collective; the rows are the same on every rank.
+
+    Args:
+        sweep: equal on all ranks.
+        comm: the ranks.
+        on_round: called after every counted round of this rank.
+    """
+    group = gloo_group(comm)
+
+    def barrier() -> None:
+        dist.barrier(group)
+
+    rows: list[Row] = []
+    for case in sweep.cases(comm.Get_rank(), comm.Get_size()):
+        rows += _run_case(case, sweep, comm, barrier, on_round)
+    return rows
+
+
+def _run_case(
+    case: Case, sweep: Sweep, comm: Comm, barrier: Callable[[], None], on_round: Callable[[], None]
+) -> list[Row]:
+    implementations: list[Implementation] = [Exchange(case, comm), *(peer(name)(case, comm) for name in sweep.peers)]
+    try:
+        reasons = [_check(each, case, sweep.seed, barrier) for each in implementations]
+        times = time_rounds(implementations, sweep.rounds, barrier, on_round)
+        # Once more with other rows: what was timed must still be right.
+        for index, each in enumerate(implementations):
+            for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
+                reasons[index][phase] = reasons[index][phase] or reason
+        gathered = comm.allgather((dict(times), reasons))
+    finally:
+        for each in implementations:
+            each.close()
+    by_name = {
+        each.name: figures([times_of_rank[each.name] for times_of_rank, _ in gathered]) for each in implementations
+    }
+    moved = count_bytes(
+        pair_counts(case.workload.topk_ids, case.placement),
+        dispatch_row_bytes=case.dispatch_row_bytes,
+        combine_row_bytes=case.combine_row_bytes,
+    )
+    rows = []
+    for index, each in enumerate(implementations):
+        for phase in PHASES:
+            wrong = [
+                f"rank {rank}: {reasons_of_rank[index][phase]}"
+                for rank, (_, reasons_of_rank) in enumerate(gathered)
+                if reasons_of_rank[index][phase]
+            ]
+            limit = by_name[Memcpy.name][phase].us_p50 if Memcpy.name in by_name else None
+            rows.append(_row(each, case, sweep, phase, by_name[each.name][phase], moved[phase], wrong, limit))
+    return rows
+
+
+def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], None]) -> dict[str, str]:
+    """One checked round: what is wrong in each phase, empty strings where nothing is."""
+    exact_sums = each.role == "exchange" and not isinstance(each, Exchange)
+    make = integer_rows if exact_sums else random_rows
+    experts: Experts = integer_experts if exact_sums else random_experts
+    rows = make(case, case.ep_rank, seed)
+    each.load(rows)
+    barrier()
+    each.dispatch()
+    # Without this a limit, which signals nothing, would be looked at before its peers have written.
+    barrier()
+    wrong_dispatch = difference(each.received(), expected_received(case, lambda rank: make(case, rank, seed)))
+    each.fill(experts)
+    barrier()
+    sums = each.combine()
+    barrier()
+    if isinstance(each, Memcpy):
+        wrong_combine = each.copied_difference(rows, experts)
+    elif exact_sums:
+        on_wire = case.dequantize(*case.quantize(rows))
+        wrong_combine = tensor_difference("sums", sums, expected_integer_sums(case, on_wire))
+    else:
+        wrong_combine = tensor_difference("sums", sums, _expected_sums(case, rows, experts))
+    return {"dispatch": wrong_dispatch, "combine": wrong_combine, "pair": wrong_dispatch or wrong_combine}
+
+
+def _expected_sums(case: Case, rows: Tensor, experts: Experts) -> Tensor:
+    """This rank's rows of the oracle's combine.
+
+    The oracle reads block `ep_rank` of every rank alone; all blocks of a payload share that one's memory here.
+    """
+    mine = case.dequantize(*case.quantize(rows))
+    hits = destinations(case.topk_ids, case.placement)
+    blocks = []
+    for rank in range(case.ep_size):
+        block = torch.zeros(case.max_tokens, case.hidden_size, dtype=case.row_dtype)
+        tokens = hits[:, rank].nonzero().flatten()
+        slots = tokens if case.row_order == "token" else torch.arange(tokens.numel())
+        block[slots] = experts(mine[tokens], rank)
+        blocks.append(block.expand(case.ep_size, -1, -1))
+    ids = [case.topk_ids[:0]] * case.ep_size
+    ids[case.ep_rank] = case.topk_ids
+    sums: Tensor = reference.combine(ids, blocks, case.placement, row_order=case.row_order)[case.ep_rank]
+    return sums
+
+
+def _row(
+    each: Implementation,
+    case: Case,
+    sweep: Sweep,
+    phase: str,
+    figure: Figures,
+    moved: ByteCount,
+    wrong: Sequence[str],
+    limit_us: float | None,
+) -> Row:
+    row: dict[str, Any] = {
+        "implementation": each.name,
+        "transport": each.transport,
+        "ep_size": case.ep_size,
+        "tokens_per_rank": case.tokens_per_rank,
+        "hidden_size": case.hidden_size,
+        "top_k": case.top_k,
+        "num_experts": case.num_experts,
+        "wire_format": case.format_name,
+        "phase": phase,
+        "mode": sweep.mode,
+        "us_p50": figure.us_p50,
+        "us_p99": figure.us_p99,
+        "us_min": figure.us_min,
+        "link_bytes": moved.link_bytes,
+        "logical_bytes": moved.logical_bytes,
+        "link_gbps": moved.link_bytes / figure.us_p50 / 1e3,
+        "exact": not wrong,
+        "routing": case.workload.name,
+        "row_order": case.row_order,
+        "payload_in_workspace": case.payload_in_workspace,
+        "rounds": sweep.rounds,
+        "num_sms": sweep.num_sms,
+        "rounds_per_graph": sweep.rounds_per_graph,
+        # One path for all sizes on the host; GPU transports have a regime for few tokens and one for many.
+        "regime": "bulk",
+        "limit": Memcpy.name if limit_us is not None else None,
+        "limit_us": limit_us,
+    }
+    if wrong:
+        row["reason"] = "; ".join(wrong)
+    return row
