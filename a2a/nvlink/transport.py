@@ -110,6 +110,7 @@ class NvlinkTransport(Transport):
                 small_max_tokens=SMALL_MAX_TOKENS,
                 sharers=places.count(places[self.rank]),
             )
+            exchange.set_budgets(timeout_s, timeout_s)
             self._set_all_active()
         except (CompileError, Unsupported) as error:
             problem = error
@@ -217,9 +218,9 @@ class NvlinkTransport(Transport):
         self._starting_over = True
         try:
             self._end_launched_work(deadline)
-            masked = set(range(self._config.ep_size)) - set.union(
-                *(self._needed(context) for context in range(self._config.num_contexts))
-            )
+            masked = set(range(self._config.ep_size))
+            for context in range(self._config.num_contexts):
+                masked -= self._needed(context)
             mesh.reset(timeout_s=max(deadline - time.monotonic(), 0.0), absent=masked - {self.rank})
             peers = [peer for peer in mesh.peers if not (peer in masked and peer in mesh.lost)]
             played = exchange.rounds()
