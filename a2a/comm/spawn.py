@@ -77,6 +77,7 @@ def run(
     timeout_s: float,
     grace_s: float = GRACE_S,
     on_line: Callable[[int, str], None] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Calls `target(*args)` on `num_ranks` ranks of this machine; returns their results in rank order.
 
@@ -88,6 +89,7 @@ def run(
         grace_s: see `GRACE_S`.
         on_line: called with (rank, line) for each line a rank writes to stdout or stderr, which otherwise are the
             parent's own.
+        preload: further modules with which ranks are forked; counts for the first run of this process.
 
     Raises:
         The error of the rank that failed first, an error that tells of another rank's failure counting as later; its
@@ -95,7 +97,7 @@ def run(
         PeerLost: a rank ended by a signal or by leaving without a result; a note says how.
         PeerTimeout: ranks that were still running at the deadline.
     """
-    ended = outcomes(target, num_ranks, args, timeout_s=timeout_s, grace_s=grace_s, on_line=on_line)
+    ended = outcomes(target, num_ranks, args, timeout_s=timeout_s, grace_s=grace_s, on_line=on_line, preload=preload)
     failed = [outcome for outcome in ended if not outcome.ok]
     if failed:
         raise _first_failure(failed, timeout_s)
@@ -111,6 +113,7 @@ def outcomes(
     grace_s: float = GRACE_S,
     on_line: Callable[[int, str], None] | None = None,
     on_start: Callable[[list[int]], None] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Outcome]:
     """Like `run`, and tells how every rank ended, in the order in which they did, instead of raising.
 
@@ -121,7 +124,7 @@ def outcomes(
         raise ConfigError(what="num_ranks", got=num_ranks, wanted="an integer >= 1")
     job = _Job(target, tuple(args), num_ranks, on_line)
     try:
-        job.start()
+        job.start(preload)
         if on_start is not None:
             on_start(job.process_ids())
         job.follow(time.monotonic() + timeout_s, grace_s)
@@ -152,8 +155,8 @@ class _Job:
         self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.ended: list[Outcome] = []
 
-    def start(self) -> None:
-        context = _context()
+    def start(self, preload: Sequence[str]) -> None:
+        context = _context(preload)
         self._store = LocalStoreServer()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
@@ -298,11 +301,11 @@ class _hidden_main:
             setattr(sys.modules["__main__"], name, value)
 
 
-def _context() -> ForkServerContext:
+def _context(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Takes effect with the first rank of this process. What of this package the parent has loaded, ranks will need too.
     loaded = [name for name in sys.modules if name.startswith("a2a.") and not name.endswith("__main__")]
-    present = [name for name in _PRELOAD if importlib.util.find_spec(name) is not None]
+    present = [name for name in (*_PRELOAD, *preload) if importlib.util.find_spec(name) is not None]
     context.set_forkserver_preload([*present, *loaded])
     return context
 
