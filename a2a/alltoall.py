@@ -1048,6 +1048,7 @@ class MoeAlltoAll(RoundContext):
             else Placement(config.placement, config.ep_size)
         )
         moved = chosen(config, layout, placement, self._comm, timeout_s=startup_timeout_s)
+        moved.set_budgets(startup_timeout_s, timeout_s)
         return _Shared(config, layout, placement, moved, startup_timeout_s, timeout_s)
 
     def _more_contexts(self) -> tuple[RoundContext, ...]:
@@ -1122,6 +1123,7 @@ class MoeAlltoAll(RoundContext):
     def startup_timeout_s(self, value: float) -> None:
         _check_budget("startup_timeout_s", value)
         self._shared.startup_timeout_s = value
+        self._shared.transport.set_budgets(value, self._shared.timeout_s)
 
     @property
     def timeout_s(self) -> float:
@@ -1132,6 +1134,7 @@ class MoeAlltoAll(RoundContext):
     def timeout_s(self, value: float) -> None:
         _check_budget("timeout_s", value)
         self._shared.timeout_s = value
+        self._shared.transport.set_budgets(self._shared.startup_timeout_s, value)
 
     def on_point(self, hook: Hook | None) -> None:
         """Call `hook(point, round)` at each named point of this rank's rounds; None calls nothing.
@@ -1256,7 +1259,7 @@ def _union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
         if name not in names:
             raise ConfigError(what="ensure", got=name, wanted="one of " + ", ".join(sorted(names)))
         if name == "placement":
-                value = _placement_table(value)
+            value = _placement_table(value)
         held = getattr(config, name)
         if name not in _CAPACITIES:
             if value != held:

@@ -36,6 +36,9 @@ _RESET: Final = 2
 _DESCRIPTORS: Final = 3
 _FIRST_PHASE: Final = 4
 
+_GLANCE_S: Final = 0.05
+"""Longest sleep on one peer's stream before the others' are looked at for an announced error."""
+
 
 class Mesh:
     """Streams between all ranks of a group.
@@ -86,6 +89,13 @@ class Mesh:
         for sock in self._sockets.values():
             sock.setblocking(False)
             self._epoll.register(sock.fileno(), select.EPOLLIN)
+        # One poll set per peer: woken by that peer's frames and by anyone's end. Waiting for peers one after the other
+        # wakes a rank about once per phase where one set for all would wake it for every frame.
+        self._polls: dict[int, select.poll] = {}
+        for peer in self.peers:
+            self._polls[peer] = select.poll()
+            for rank, sock in self._sockets.items():
+                self._polls[peer].register(sock.fileno(), select.POLLIN if rank == peer else select.POLLRDHUP)
 
     def signal(
         self,
@@ -238,6 +248,11 @@ class Mesh:
                     self._inbox.pop(key, None)
                     self._forget_older(key)
                 return got
+            for peer in missing:
+                self._read(peer)
+            missing = [peer for peer in wanted if peer not in self._inbox.get(key, ())]
+            if not missing or self.error is not None:
+                continue
             remaining = deadline - time.monotonic()
             for peer in missing:
                 if peer in self.lost:
@@ -256,7 +271,8 @@ class Mesh:
                     rank=self.rank, peer=missing[0], phase=self._names[key[0]], round=key[4], waited_s=timeout_s
                 )
                 raise self.record(late)
-            self.pump(remaining)
+            for fd, _ in self._polls[missing[-1]].poll(1000 * min(remaining, _GLANCE_S)) or self._epoll.poll(0):
+                self._read(self._ranks_by_fd[fd])
 
     def _forget_older(self, key: tuple[int, int, int, int, int]) -> None:
         # Signals of rounds that this rank gave up are never waited for: the inbox holds the rounds in flight alone.
@@ -318,6 +334,8 @@ class Mesh:
                 if not data:
                     self.lost.add(peer)
                     self._epoll.unregister(sock.fileno())
+                    for poll in self._polls.values():
+                        poll.unregister(sock.fileno())
                     return
                 self._take(peer, data)
                 if len(data) < _READ_BYTES:
