@@ -75,8 +75,8 @@ from a2a.config import MAX_PAYLOADS, ExchangeConfig
 
 MAX_CTAS: Final = 512
 """CTAs of a bulk launch; each has a flag of its own at every receiver."""
-MAX_THREADS: Final = 1024
-"""Threads of a CTA; the bulk kernels are compiled for that many."""
+MAX_THREADS: Final = 768
+"""Threads of a CTA: at most 85 registers each."""
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120
 """What a line carries beside its 8-byte tag."""

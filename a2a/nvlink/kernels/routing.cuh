@@ -1,0 +1,172 @@
+// nvlink/kernels/routing: which ranks a token goes to, and in which slot.
+//
+// Owns expert id -> rank, the bits that say which tokens of a rank go to another, and slots by prefix sum over them.
+// Refuses to know what is sent.
+//
+// The routing of 32 tokens to one rank is 32 bits. They travel as a word (sync.cuh) to the rank they concern, and a copy
+// stays here: counts, slots in token order and the validity of rows are sums over such words on both sides, so no counter
+// is ever incremented and nothing needs to be zeroed.
+#pragma once
+
+#include "sync.cuh"
+
+constexpr u32 RANK_WORDS = (EP_SIZE + 31) / 32;
+
+struct RankSet {
+  u32 words[RANK_WORDS];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (u32 i = 0; i < RANK_WORDS; ++i) words[i] = 0;
+  }
+  // Register arrays cannot be indexed at run time, hence the loops.
+  __device__ __forceinline__ void add(u32 rank) {
+#pragma unroll
+    for (u32 i = 0; i < RANK_WORDS; ++i) words[i] |= rank / 32 == i ? 1u << (rank % 32) : 0u;
+  }
+  __device__ __forceinline__ bool has(u32 rank) const {
+    u32 word = 0;
+#pragma unroll
+    for (u32 i = 0; i < RANK_WORDS; ++i) word = rank / 32 == i ? words[i] : word;
+    return word >> (rank % 32) & 1;
+  }
+};
+
+// Ranks that take part. A device word says so, because it may change under a captured graph.
+__device__ __forceinline__ RankSet active_ranks(const u8* rank_mask) {
+  RankSet active;
+#pragma unroll
+  for (u32 i = 0; i < RANK_WORDS; ++i)
+    active.words[i] = RANK_MASK ? load_relaxed(reinterpret_cast<const u32*>(rank_mask) + i) : ALL_LANES;
+  return active;
+}
+
+// The rank of an expert, -1 for an id outside [0, NUM_EXPERTS).
+__device__ __forceinline__ i32 owner(i64 id, const i32* placement) {
+  if (id < 0 || id >= NUM_EXPERTS) return -1;
+  if (PLACEMENT_TABLE) return placement[id];
+  constexpr u32 base = NUM_EXPERTS / EP_SIZE, larger = NUM_EXPERTS % EP_SIZE, split = larger * (base + 1);
+  const u32 expert = u32(id);
+  return expert < split ? expert / (base + 1) : larger + (expert - split) / base;
+}
+
+// The rank of pick `pick` of token `token`, -1 if it goes nowhere.
+__device__ __forceinline__ i32 pick_rank(const DispatchParams& p, const RankSet& active, u32 token, u32 pick) {
+  const u64 at = u64(token) * TOP_K + pick;
+  const i64 id = p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.topk_ids)[at]
+                                 : i64(reinterpret_cast<const i32*>(p.topk_ids)[at]);
+  const i32 rank = owner(id, reinterpret_cast<const i32*>(p.placement));
+  return !RANK_MASK || rank < 0 || active.has(rank) ? rank : -1;
+}
+
+// The ranks of one token, found by a warp together; the same in all lanes.
+__device__ __forceinline__ RankSet token_ranks(const DispatchParams& p, const RankSet& active, u32 token) {
+  RankSet ranks;
+  ranks.clear();
+  for (u32 pick = threadIdx.x % 32; pick < TOP_K; pick += 32) {
+    const i32 rank = pick_rank(p, active, token, pick);
+    if (rank >= 0) ranks.add(rank);
+  }
+#pragma unroll
+  for (u32 i = 0; i < RANK_WORDS; ++i) ranks.words[i] = __reduce_or_sync(ALL_LANES, ranks.words[i]);
+  return ranks;
+}
+
+// Words per rank in the regions sent_bits and valid_bits.
+__device__ __forceinline__ u32 max_words(u32 max_num_tokens) { return (max_num_tokens + 31) / 32; }
+
+__device__ __forceinline__ u64* sent_word(const DispatchParams& p, u8* mine, u32 dst_rank, u32 word) {
+  return reinterpret_cast<u64*>(mine + p.sent_bits_offset) + u64(dst_rank) * max_words(p.max_num_tokens) + word;
+}
+
+__device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_num_tokens, u32 parity, u32 src_rank) {
+  return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
+}
+
+// Routes 32 tokens, one per lane, and tells every rank and ourselves. Tokens from num_tokens on go nowhere, but are told
+// of too: what a rank sends does not depend on how many tokens it has.
+__device__ __forceinline__ void route_word(const DispatchParams& p, const Round& round, const RankSet& active, u32 word) {
+  const u32 lane = threadIdx.x % 32, token = word * 32 + lane;
+  RankSet ranks;
+  ranks.clear();
+  if (token < p.num_tokens) {
+#pragma unroll 8
+    for (u32 pick = 0; pick < TOP_K; ++pick) {
+      const i32 rank = pick_rank(p, active, token, pick);
+      if (rank >= 0) ranks.add(rank);
+    }
+  }
+  u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  for (u32 first = 0; first < EP_SIZE; first += 32) {
+    u32 bits = 0;
+    const u32 count = min(32u, EP_SIZE - first);
+    for (u32 i = 0; i < count; ++i) {
+      const u32 ballot = __ballot_sync(ALL_LANES, ranks.has(first + i));
+      if (lane == i) bits = ballot;
+    }
+    const u32 dst_rank = first + lane;
+    if (lane < count && (!RANK_MASK || active.has(dst_rank))) {
+      u8* const theirs = reinterpret_cast<u8*>(p.workspace + dst_rank * p.stride);
+      publish_word(valid_words(theirs, p.valid_bits_offset, p.max_num_tokens, round.parity, p.ep_rank) + word,
+                   round.number, bits);
+      publish_word(sent_word(p, mine, dst_rank, word), round.number, bits);
+    }
+  }
+}
+
+// How many of the tokens before `token` have their bit set in the words of `peer`; all lanes get the sum, or false when
+// the wait was given up. Waits for the word of `token` itself too, unless it is the first of the next word.
+__device__ __forceinline__ bool bits_before(const Round& round, const u64* words, u32 token, u32 peer, u32& sum) {
+  u32 mine = 0;
+  bool fine = true;
+  for (u32 word = threadIdx.x % 32; word * 32 < token; word += 32) {
+    u32 bits = 0;
+    fine &= await_word(round, words + word, SIGNAL_BITS, peer, bits);
+    if (token < word * 32 + 32) bits &= (1u << (token - word * 32)) - 1;
+    mine += __popc(bits);
+  }
+  sum = __reduce_add_sync(ALL_LANES, mine);
+  return __all_sync(ALL_LANES, fine);
+}
+
+// Writes both tables for 32 tokens, one per lane. Slots: the token itself, or in compact order the number of earlier
+// tokens that go to the same rank. Waits only for warps of this launch.
+__device__ __forceinline__ bool write_tables(const DispatchParams& p, const Round& round, const RankSet& active,
+                                             u32 word, u32* bases) {
+  const u32 lane = threadIdx.x % 32, token = word * 32 + lane;
+  u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  bool fine = true;
+  if (!ROW_ORDER_TOKEN) {
+    for (u32 rank = 0; rank < EP_SIZE; ++rank) {
+      u32 base = 0;
+      if (!RANK_MASK || active.has(rank))
+        fine &= bits_before(round, sent_word(p, mine, rank, 0), word * 32, p.ep_rank, base);
+      if (lane == 0) bases[rank] = base;
+    }
+    __syncwarp();
+  }
+  if (token < p.num_tokens) {
+    i32* const targets = reinterpret_cast<i32*>(mine + p.topk_target_ranks_offset) + u64(token) * TOP_K;
+    i32* const slots = reinterpret_cast<i32*>(mine + p.topk_send_indices_offset) + u64(token) * TOP_K;
+    RankSet seen;
+    seen.clear();
+    for (u32 pick = 0; pick < TOP_K; ++pick) {
+      const i32 rank = pick_rank(p, active, token, pick);
+      const bool first = rank >= 0 && !seen.has(rank);
+      i32 slot = -1;
+      if (first) {
+        seen.add(rank);
+        slot = token;
+        if (!ROW_ORDER_TOKEN) {
+          u32 bits = 0;
+          fine &= await_word(round, sent_word(p, mine, rank, word), SIGNAL_BITS, p.ep_rank, bits);
+          slot = bases[rank] + __popc(bits & ((1u << lane) - 1));
+        }
+      }
+      targets[pick] = first ? rank : -1;
+      slots[pick] = slot;
+    }
+  }
+  __syncwarp();
+  return __all_sync(ALL_LANES, fine);
+}

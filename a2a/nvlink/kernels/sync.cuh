@@ -1,0 +1,267 @@
+// nvlink/kernels/sync: memory order and waiting, the only place where either is written down.
+//
+// Owns every instruction that orders memory between threads, and every loop that waits. Refuses to know what is moved.
+//
+// The arguments below use the words of the PTX memory consistency model (causality order; release and acquire patterns;
+// fences are cumulative). Three ways to publish are used:
+//   word   64 bits that carry their own round: nothing else is ordered by them, so nothing else needs to be.
+//   line   128 bytes that carry their own round (small regime).
+//   flag   a round number behind a fence, for rows of any size (bulk regime, staged rows, local tables).
+#pragma once
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+// ---- plain accesses with a strength --------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_relaxed(const u32* from) {
+  u32 value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ u64 load_relaxed(const u64* from) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(u32* to, u32 value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value));
+}
+
+__device__ __forceinline__ u64 now_ns() {
+  u64 value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+// ---- kernel after kernel -------------------------------------------------------------------------------------------
+
+// Everything that earlier kernels of the stream wrote is visible to the caller afterwards. Partner: the end of those
+// kernels. Without programmatic launch the launch itself has given that guarantee and this returns at once.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream become resident, no more: its await_previous_kernel still waits for our end. It
+// fires once all our CTAs have said so, so that the next kernel never takes a place that one of our CTAs still needs.
+__device__ __forceinline__ void next_kernel_may_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// ---- one round -----------------------------------------------------------------------------------------------------
+
+// Words of the region round_state.
+constexpr u32 STATE_DISPATCH_ROUND = 0, STATE_COMBINE_ROUND = 1, STATE_ERROR = 2;
+// Its counters, a pair by round parity each, every one on a line of its own.
+enum Counter : u32 { DISPATCH_CLAIMS = 0, DISPATCH_EXITS, COMBINE_CLAIMS, COMBINE_EXITS, STAGE_CLAIMS };
+
+constexpr u32 KIND_TIMEOUT = 1, KIND_ABORTED = 2, KIND_MISMATCH_MAX_TOKENS = 3, KIND_MISMATCH_WIDTHS = 4;
+constexpr u32 PHASE_DISPATCH = 1, PHASE_COMBINE = 2;
+constexpr u32 SIGNAL_HEADER = 1, SIGNAL_BITS = 2, SIGNAL_ROW = 3, SIGNAL_FLAG = 4, SIGNAL_EPLB = 5;
+
+// How this CTA's waits went, in shared memory.
+constexpr u32 VERDICT_FINE = 0, VERDICT_FAILED = 1, VERDICT_CLEANS_UP = 2;
+
+struct Round {
+  u32 number, parity, phase;
+  u32* state;
+  HostWords* host;
+  u32* verdict;
+
+  __device__ __forceinline__ u32* counter(Counter which, u32 of_parity) const {
+    return state + (1 + 2 * which + of_parity) * (LINE_BYTES / 4);
+  }
+};
+
+// Reads which round this is; `failed` when an earlier kernel has. dispatch reads only what combine writes and the other
+// way round, so all CTAs of a kernel read the same, however late they start. Call after await_previous_kernel.
+__device__ __forceinline__ Round begin_round(u32 phase, u8* state, u64 host_words, u32* verdict, bool& failed) {
+  u32 dispatch_round, combine_round, error, padding;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(dispatch_round), "=r"(combine_round), "=r"(error), "=r"(padding)
+               : "l"(state));
+  static_cast<void>(padding);
+  const u32 number = phase == PHASE_DISPATCH ? dispatch_round + 1 : combine_round;
+  failed = error != 0;
+  return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
+}
+
+// ---- waiting -------------------------------------------------------------------------------------------------------
+
+struct Patience {
+  u32 polls = 0;
+  u64 since = 0;
+};
+
+// The first failure of a context tells its story to the host; the thread that told it makes its CTA clean up.
+// Partner: the host reads `recorded`, then the rest; the fence orders the story before it.
+__device__ __noinline__ void record_failure(Round round, u32 kind, u32 signal, u32 peer, u32 seen, u32 wanted,
+                                            u32 waited_us) {
+  if (atomicCAS(round.state + STATE_ERROR, 0u, kind) != 0) {
+    atomicMax(round.verdict, VERDICT_FAILED);
+    return;
+  }
+  HostWords* const host = round.host;
+  host->kind = kind;
+  host->phase = round.phase;
+  host->signal = signal;
+  host->peer = peer;
+  host->round = round.number;
+  host->seen = seen;
+  host->wanted = wanted;
+  host->waited_us = waited_us;
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  store_relaxed(&host->recorded, 1);
+  atomicMax(round.verdict, VERDICT_CLEANS_UP);
+}
+
+constexpr u64 OVER = ~0ull;
+
+// Called on every 64th poll that found nothing; returns since when this wait lasts, or OVER. Arguments by value: what is
+// passed by reference to a function that is not inlined lives in local memory on every path.
+__device__ __noinline__ u64 look_around(Round round, u32 polls, u64 since, u32 signal, u32 peer, u32 seen) {
+  if (load_relaxed(round.state + STATE_ERROR)) {
+    atomicMax(round.verdict, VERDICT_FAILED);
+    return OVER;
+  }
+  const u64 now = now_ns();
+  if (!since) since = now;
+  // The host's words lie behind its bus, and thousands of warps may wait at once: each looks there every 512th poll.
+  if (polls & 511) return since;
+  const u32 waited_us = u32((now - since) / 1000);
+  const u32 abort = load_relaxed(&round.host->abort);
+  if (abort) {
+    record_failure(round, KIND_ABORTED, signal, abort == 0xffffffffu ? peer : abort - 1, seen, round.number, waited_us);
+    return OVER;
+  }
+  const bool first = load_relaxed(&round.host->first_round) == round.number;
+  const u64 budget = load_relaxed(first ? &round.host->startup_timeout_ns : &round.host->timeout_ns);
+  if (now - since < budget) return since;
+  record_failure(round, KIND_TIMEOUT, signal, peer, seen, round.number, waited_us);
+  return OVER;
+}
+
+// To be asked after every poll that found nothing. True: give up, the failure is recorded.
+__device__ __forceinline__ bool give_up(const Round& round, Patience& patience, u32 signal, u32 peer, u32 seen) {
+  if (++patience.polls & 63) return false;
+  patience.since = look_around(round, patience.polls, patience.since, signal, peer, seen);
+  return patience.since == OVER;
+}
+
+// ---- word ----------------------------------------------------------------------------------------------------------
+
+// Publishes 32 bits. Value and round are one 64-bit access, which is single-copy atomic: whoever sees the round sees
+// the value. It orders nothing else. Partner: await_word.
+__device__ __forceinline__ void publish_word(u64* to, u32 round, u32 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64(round) << 32) | value));
+}
+
+// Waits for publish_word of this round; false when the wait was given up. The words of two rounds that may be in flight
+// at once lie apart (by parity), so a later round never replaces one that is still waited for.
+__device__ __forceinline__ bool await_word(const Round& round, const u64* from, u32 signal, u32 peer, u32& value) {
+  Patience patience;
+  while (true) {
+    const u64 seen = load_relaxed(from);
+    value = u32(seen);
+    if (u32(seen >> 32) == round.number) return true;
+    if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;
+  }
+}
+
+// ---- line ----------------------------------------------------------------------------------------------------------
+
+// 16 of a line's 128 bytes, by one of 8 neighbouring lanes whose stores leave as one 128-byte transaction; the last
+// lane's upper half is the tag. PTX promises the atomicity of each 8 bytes only. That the 128 bytes of such a warp store
+// become visible together is a property observed on the machines (and relied on by NCCL's LL128), probed when memory is
+// set up, not an ordering of the model; where the probe fails the bulk regime must be used at every size.
+// Partner: load_line_part, whose 8 lanes read the line by one warp load. Because the tag travels with the data, no
+// fence orders them.
+__device__ __forceinline__ void store_line_part(u64* to, u64 low, u64 high) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(low), "l"(high));
+}
+
+__device__ __forceinline__ void load_line_part(const u64* from, u64& low, u64& high) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from));
+}
+
+// ---- flag ----------------------------------------------------------------------------------------------------------
+
+// Publishes all that this CTA's threads wrote, wherever, before the barrier that must stand between them and this call.
+// Barrier: their stores happen before it returns here. Fence + relaxed store: a release pattern at system scope, and
+// fences are cumulative, so those stores happen before the flag is seen. Every CTA raises its own flag: a flag raised
+// by one CTA for others would need them to synchronise first. Partner: await_flag, or await_word with acquire_rows.
+__device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
+
+// The acquire half: after a relaxed load has seen what was stored behind release_rows, this fence makes the rows
+// visible to the calling thread, and through a CTA barrier to its CTA; through the end of the kernel to later kernels.
+__device__ __forceinline__ void acquire_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ bool await_flag(const Round& round, const u32* from, u32 peer) {
+  Patience patience;
+  while (true) {
+    const u32 seen = load_relaxed(from);
+    if (seen == round.number) return true;
+    if (give_up(round, patience, SIGNAL_FLAG, peer, seen)) return false;
+  }
+}
+
+// The same between CTAs of one GPU, for the tables of 32 tokens that one warp wrote. __syncwarp orders the lanes' stores
+// before lane 0's fence. Partner: await_tables.
+__device__ __forceinline__ void release_tables(const Round& round, u32* ready) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(ready), "r"(round.number));
+  }
+}
+
+// All lanes wait by themselves: each then holds the acquire for its own reads of the tables.
+__device__ __forceinline__ bool await_tables(const Round& round, const u32* ready, u32 self) {
+  Patience patience;
+  while (true) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
+    if (seen == round.number) return true;
+    if (give_up(round, patience, SIGNAL_BITS, self, seen)) return false;
+  }
+}
+
+// ---- end of a round ------------------------------------------------------------------------------------------------
+
+// Ends the kernel for this CTA; true if this CTA must clean up. All threads call it, and none touches outputs after it
+// unless told to. `exits` counts CTAs that are done; the one that cleans up waits for the others (they end soon, the
+// error is set) and 50 us more, because their last stores are not ordered by the counter: on the good path an ordered
+// count would cost every round what only a failed one needs.
+__device__ __forceinline__ bool end_round(const Round& round, Counter exits, Counter claims, u32 num_ctas, bool first_cta) {
+  __syncthreads();
+  const u32 verdict = *round.verdict;
+  if (threadIdx.x == 0) {
+    if (first_cta) {
+      // The other parity's counters were last used by the round before, whose kernels have ended.
+      *round.counter(exits, round.parity ^ 1) = 0;
+      *round.counter(claims, round.parity ^ 1) = 0;
+      if (round.phase == PHASE_COMBINE) *round.counter(STAGE_CLAIMS, round.parity ^ 1) = 0;
+      round.state[round.phase == PHASE_DISPATCH ? STATE_COMBINE_ROUND : STATE_DISPATCH_ROUND] = round.number;
+    }
+    u32* const done = round.counter(exits, round.parity);
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(done) : "memory");
+    if (verdict == VERDICT_CLEANS_UP) {
+      const u64 since = now_ns();
+      while (load_relaxed(done) < num_ctas && now_ns() - since < 1000000000) {
+      }
+      const u64 settled = now_ns();
+      while (now_ns() - settled < 50000) {
+      }
+    }
+  }
+  if (verdict != VERDICT_CLEANS_UP) return false;
+  __syncthreads();
+  return true;
+}
