@@ -254,4 +254,6 @@ def tensor_difference(name: str, got: Tensor | None, want: Tensor | None) -> str
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor along its last dimension."""
-    return tensor.contiguous().view(torch.uint8)
+    # A last dimension of one element may carry any stride and still count as contiguous.
+    dense = tensor.contiguous() if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)

@@ -377,7 +377,13 @@ def _wire_rows(call: DispatchCall) -> list[Tensor]:
         rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
         if scales is not None:
             rows[1] = scales
-    return [each.contiguous().view(torch.uint8) for each in rows if each is not None]
+    # No rows, or rows of one element, count as contiguous with any stride there; a view of another element size does not
+    # accept that.
+    return [
+        each.contiguous().as_strided(each.shape, (each.shape[1], 1)).view(torch.uint8)
+        for each in rows
+        if each is not None
+    ]
 
 
 def _combine_row_bytes(call: CombineCall) -> int:
