@@ -1,7 +1,7 @@
-"""alltoall: MoeAlltoAll: rounds, states, checks, views.
+"""alltoall: MoeAlltoAll: rounds, states, views.
 
-Owns the public object: what is checked before a round, in which state which verb is legal, and the views into the
-workspace. Refuses to know how rows move (transport) and where bytes live (layout).
+Owns the public object: in which state which verb is legal, what one call tells the transport, and the views into the
+workspace. Refuses to know how rows move (transport), where bytes live (layout) and what an argument may be (arguments).
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from a2a.comm import Comm, resolve
-from a2a.config import MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
+from a2a.agreement import (
+    CAPACITIES,
+    Placeable,
+    agree,
+    capacities,
+    check_budget,
+    gather,
+    is_budget,
+    placement_table,
+    union,
+)
+from a2a.arguments import Arguments, describe
+from a2a.comm import resolve
+from a2a.config import ExchangeConfig, low_precision_bytes_per_token
 from a2a.env import Env
-from a2a.errors import A2AError, ConfigError, MismatchError, ShapeError, StateError, from_facts
+from a2a.errors import A2AError, ConfigError, ShapeError, StateError
 from a2a.layout import WorkspaceLayout
 from a2a.placement import Placement
-from a2a.quant import ScaleLayout, WireFormat, swizzle_scales, wire_format
+from a2a.quant import ScaleLayout, swizzle_scales
 from a2a.transport import (
     Choice,
     CombineCall,
@@ -39,12 +51,7 @@ DEFAULT_INVALID_ID: Final = -1
 _IDLE: Final = "idle"
 _DISPATCHED: Final = "dispatched"
 _CLOSED: Final = "closed"
-_COMBINE_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-_E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
-_NEUTRAL_E8M0: Final = 127
 _MAX_CACHED_VIEWS: Final = 64
-
-Placeable = Placement | Sequence[int] | Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class _Shared:
     layout: WorkspaceLayout
     placement: Placement
     transport: Transport
+    arguments: Arguments
     startup_timeout_s: float
     timeout_s: float
     closed: bool = False
@@ -152,13 +160,13 @@ class RoundContext:
         shared = self._shared
         try:
             self._set_mask(active_rank_mask)
-            topk_ids = self._checked_ids(token_selected_experts)
-            rows = self._checked_rows(input_payloads, topk_ids.shape[0])
+            topk_ids = shared.arguments.topk_ids(token_selected_experts)
+            rows = shared.arguments.payloads(input_payloads, topk_ids.shape[0])
             ids_payload = expert_id_payload_index
             if ids_payload is None:
                 ids_payload = next((i for i, each in enumerate(input_payloads) if each is token_selected_experts), None)
-            self._check_ids_payload(ids_payload, rows, topk_ids)
-            fills = [self._fill_byte(each.dtype) for each in rows]
+            shared.arguments.check_ids_payload(ids_payload, rows, topk_ids)
+            fills = [shared.arguments.fill_byte(each.dtype) for each in rows]
             widths = [_row_bytes(each) for each in rows]
             call = self._dispatch_call(
                 topk_ids,
@@ -222,22 +230,22 @@ class RoundContext:
         shared = self._shared
         try:
             self._set_mask(active_rank_mask)
-            ids = self._checked_ids(topk_ids)
-            wire, quantize = self._wire(hidden_states, scale, global_scale, scale_layout)
+            ids = shared.arguments.topk_ids(topk_ids)
+            wire, quantize = shared.arguments.wire(hidden_states, scale, global_scale, scale_layout)
             sent_ids = ids if ids.dtype == torch.int32 else _narrow_ids(ids)
-            self._check_weights(topk_weights, ids)
+            shared.arguments.check_weights(topk_weights, ids)
             hidden, alignment = shared.config.hidden_size, shared.config.mx_alignment
             data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
             n = ids.shape[0]
             sent_width = hidden if quantize is not None else data_width
-            self._check_tensor("hidden_states", hidden_states, (n, sent_width), hidden_states.dtype)
+            shared.arguments.check_matrix("hidden_states", hidden_states, (n, sent_width), hidden_states.dtype)
             rows: list[Tensor | None] = [hidden_states]
             widths = [data_width * wire.data_dtype.itemsize]
             shapes = [(data_width, wire.data_dtype)]
             neutral: int | None = None
             if wire.scales_dtype is not None:
                 if scale is not None:
-                    self._check_tensor("scale", scale, (n, scales_width), wire.scales_dtype)
+                    shared.arguments.check_matrix("scale", scale, (n, scales_width), wire.scales_dtype)
                 rows.append(scale)
                 widths.append(scales_width * wire.scales_dtype.itemsize)
                 shapes.append((scales_width, wire.scales_dtype))
@@ -288,7 +296,7 @@ class RoundContext:
         """
         self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
         self._check_same_rows(runtime_max_tokens_per_rank)
-        self._check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+        self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
         offset = self._shared.layout.region("combine", self._index).offset_bytes
         return self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype)
 
@@ -346,21 +354,22 @@ class RoundContext:
         shared, this = self._shared, self._last_round("combine")
         try:
             self._set_mask(active_rank_mask)
-            blocks = self._checked_blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
+            self._check_same_rows(runtime_max_tokens_per_rank)
+            blocks = shared.arguments.blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
             width, rows = blocks.shape[2], this.num_tokens
             wire_bytes = (
                 low_precision_bytes_per_token(width) if use_low_precision else width * blocks.dtype.itemsize
             )
-            self._check_combine_width(wire_bytes, width, blocks.dtype)
+            shared.arguments.check_combine_width(wire_bytes, width, blocks.dtype)
             if payload_in_workspace:
                 self._check_in_workspace(blocks)
-            quantize, out_width, out_dtype = self._output(
+            quantize, out_width, out_dtype = shared.arguments.output(
                 output_dtype, output_scales, output_scalar_scale, sf_layout, blocks, use_low_precision
             )
             if output is None:
                 output = torch.empty((rows, out_width), dtype=out_dtype, device=blocks.device)
             else:
-                self._check_tensor("output", output, (rows, out_width), out_dtype)
+                shared.arguments.check_matrix("output", output, (rows, out_width), out_dtype)
             if quantize is not None and output_scales is not None:
                 scales_width = quantize.wire_format.scales_width(width, quantize.alignment)
                 numel = math.prod(sf_layout.shape(rows, scales_width))
@@ -507,7 +516,7 @@ class RoundContext:
                 wanted=f"an integer in max(1, n = {n})..max_num_tokens = {config.max_num_tokens}",
                 rank=self.ep_rank,
             )
-        self._check_eplb(eplb_local_stats)
+        shared.arguments.check_eplb(eplb_local_stats)
         invalid = DEFAULT_INVALID_ID if invalid_id is None else invalid_id
         if not isinstance(invalid, int) or not -(2**31) <= invalid < 2**31:
             raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
@@ -541,103 +550,23 @@ class RoundContext:
             call.eplb_local_stats is not None,
         )
 
-    def _checked_ids(self, ids: Tensor) -> Tensor:
-        config = self._shared.config
-        fits = (
-            isinstance(ids, Tensor)
-            and ids.dim() == 2
-            and ids.dtype in (torch.int32, torch.int64)
-            and 1 <= ids.shape[1] <= config.top_k
-            and ids.is_contiguous()
-            and ids.device == self._shared.transport.workspace.device
-        )
-        if not fits:
+    def _check_same_rows(self, runtime_max_tokens_per_rank: int) -> None:
+        this = self._last_round("combine")
+        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
             raise ShapeError(
-                what="token_selected_experts",
-                got=_describe(ids),
-                wanted=f"a contiguous int32 or int64 tensor [n, k], 1 <= k <= top_k = {config.top_k}, "
-                f"on {self._shared.transport.workspace.device}",
-                rank=self.ep_rank,
-            )
-        return ids
-
-    def _checked_rows(self, payloads: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        if not isinstance(payloads, list | tuple) or not 1 <= len(payloads) <= MAX_PAYLOADS:
-            got = f"{len(payloads)} payloads" if isinstance(payloads, list | tuple) else _describe(payloads)
-            raise ShapeError(
-                what="input_payloads", got=got, wanted=f"a list of 1 to {MAX_PAYLOADS} tensors", rank=self.ep_rank
-            )
-        for index, rows in enumerate(payloads):
-            self._check_tensor(f"input_payloads[{index}]", rows, (num_tokens, None), None)
-        return list(payloads)
-
-    def _check_ids_payload(self, index: int | None, rows: Sequence[Tensor], topk_ids: Tensor) -> None:
-        if index is None:
-            return
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(rows):
-            raise ShapeError(
-                what="expert_id_payload_index",
-                got=index,
-                wanted=f"the index of one of {len(rows)} payloads",
-                rank=self.ep_rank,
-            )
-        if rows[index].dtype not in (torch.int32, torch.int64) or rows[index].shape != topk_ids.shape:
-            raise ShapeError(
-                what=f"input_payloads[{index}], which expert_id_payload_index names",
-                got=_describe(rows[index]),
-                wanted=f"int32 or int64 ids of shape {tuple(topk_ids.shape)}",
+                what="runtime_max_tokens_per_rank",
+                got=runtime_max_tokens_per_rank,
+                wanted=f"{this.runtime_max_tokens_per_rank}, that of the dispatch",
                 rank=self.ep_rank,
             )
 
-    def _check_tensor(
-        self, what: str, tensor: Tensor, shape: tuple[int, int | None], dtype: torch.dtype | None
-    ) -> None:
-        device = self._shared.transport.workspace.device
-        fits = (
-            isinstance(tensor, Tensor)
-            and tensor.dim() == 2
-            and tensor.shape[0] == shape[0]
-            and shape[1] in (None, tensor.shape[1])
-            and dtype in (None, tensor.dtype)
-            and tensor.is_contiguous()
-            and tensor.device == device
-        )
-        if not fits:
-            columns = "*" if shape[1] is None else shape[1]
+    def _check_in_workspace(self, blocks: Tensor) -> None:
+        region = self._region("combine")
+        if blocks.data_ptr() != region.data_ptr():
             raise ShapeError(
-                what=what,
-                got=_describe(tensor),
-                wanted=f"a contiguous tensor [{shape[0]}, {columns}]{f' of {dtype}' if dtype else ''} on {device}",
-                rank=self.ep_rank,
-            )
-
-    def _check_weights(self, weights: Tensor, ids: Tensor) -> None:
-        self._check_tensor("topk_weights", weights, (ids.shape[0], ids.shape[1]), torch.float32)
-
-    def _check_eplb(self, stats: Tensor | None) -> None:
-        wanted = self._shared.config.eplb_stats_num_experts
-        if stats is None:
-            return
-        if not wanted:
-            raise ConfigError(
-                what="eplb_local_stats",
-                got=_describe(stats),
-                wanted="None, since the object was built with eplb_stats_num_experts = 0",
-                rank=self.ep_rank,
-            )
-        device = self._shared.transport.workspace.device
-        fits = (
-            isinstance(stats, Tensor)
-            and tuple(stats.shape) == (wanted,)
-            and stats.dtype == torch.int32
-            and stats.is_contiguous()
-            and stats.device == device
-        )
-        if not fits:
-            raise ShapeError(
-                what="eplb_local_stats",
-                got=_describe(stats),
-                wanted=f"a contiguous int32 tensor [{wanted}] on {device}",
+                what="payload with payload_in_workspace=True",
+                got=f"address {blocks.data_ptr():#x}",
+                wanted=f"{region.data_ptr():#x}, the view of get_combine_payload_tensor_in_workspace",
                 rank=self.ep_rank,
             )
 
@@ -654,7 +583,7 @@ class RoundContext:
         ):
             raise ShapeError(
                 what="active_rank_mask",
-                got=_describe(mask),
+                got=describe(mask),
                 wanted=f"a uint64 tensor [{words}] on the CPU",
                 rank=self.ep_rank,
             )
@@ -666,229 +595,6 @@ class RoundContext:
                 rank=self.ep_rank,
             )
         mine.copy_(mask)
-
-    def _fill_byte(self, dtype: torch.dtype) -> int | None:
-        if self._shared.config.scrub != "all":
-            return None
-        return _NEUTRAL_E8M0 if _E8M0 is not None and dtype == _E8M0 else 0
-
-    def _wire(
-        self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
-    ) -> tuple[WireFormat, Quantize | None]:
-        config = self._shared.config
-        if config.wire_format is None:
-            raise ConfigError(
-                what="wire_format",
-                got=None,
-                wanted="a wire format at construction to use dispatch_tokens",
-                change="pass wire_format=..., or call dispatch with payloads of your own",
-                rank=self.ep_rank,
-            )
-        wire = wire_format(config.wire_format)
-        if not isinstance(hidden_states, Tensor):
-            raise ShapeError(
-                what="hidden_states",
-                got=_describe(hidden_states),
-                wanted="a tensor [n, hidden_size]",
-                rank=self.ep_rank,
-            )
-        if global_scale is not None:
-            if not wire.needs_global_scale:
-                raise ConfigError(
-                    what="global_scale", got="a tensor", wanted=f"None, since {wire.name} has none", rank=self.ep_rank
-                )
-            fits = (
-                isinstance(global_scale, Tensor)
-                and global_scale.numel() == 1
-                and global_scale.dtype == torch.float32
-                and global_scale.device == self._shared.transport.workspace.device
-            )
-            if not fits:
-                raise ShapeError(
-                    what="global_scale",
-                    got=_describe(global_scale),
-                    wanted=f"one float32 on {self._shared.transport.workspace.device}",
-                    rank=self.ep_rank,
-                )
-        one_byte_scales = wire.scales_dtype is not None and wire.scales_dtype.itemsize == 1
-        if scale_layout is not ScaleLayout.LINEAR and not one_byte_scales:
-            raise ConfigError(
-                what="scale_layout",
-                got=scale_layout.name,
-                wanted=f"LINEAR, since {wire.name} has no scales of one byte",
-                rank=self.ep_rank,
-            )
-        quantised = hidden_states.dtype == wire.data_dtype
-        if wire.scales_dtype is None:
-            if scale is not None:
-                raise ConfigError(
-                    what="scale", got="a tensor", wanted=f"None, since {wire.name} has no scales", rank=self.ep_rank
-                )
-            if not quantised:
-                raise ShapeError(
-                    what="hidden_states",
-                    got=_describe(hidden_states),
-                    wanted=f"{wire.data_dtype}, the wire format",
-                    rank=self.ep_rank,
-                )
-            return wire, None
-        if quantised:
-            if scale is None:
-                raise ConfigError(
-                    what="scale",
-                    got=None,
-                    wanted=f"the scales of hidden states that are already {wire.name}",
-                    rank=self.ep_rank,
-                )
-            return wire, None
-        if hidden_states.dtype not in _COMBINE_DTYPES:
-            raise ShapeError(
-                what="hidden_states",
-                got=_describe(hidden_states),
-                wanted=f"bf16, fp16 or fp32 to be quantised, or {wire.data_dtype} with its scales",
-                rank=self.ep_rank,
-            )
-        if scale is not None:
-            raise ConfigError(
-                what="scale",
-                got="a tensor",
-                wanted=f"None for {hidden_states.dtype} hidden states, which the exchange quantises itself",
-                rank=self.ep_rank,
-            )
-        if global_scale is None and wire.needs_global_scale:
-            global_scale = self._one()
-        return wire, Quantize(wire, config.mx_alignment, global_scale)
-
-    def _one(self) -> Tensor:
-        key = "one"
-        if key not in self._views:
-            self._views[key] = torch.ones((), dtype=torch.float32, device=self._shared.transport.workspace.device)
-        return self._views[key]
-
-    def _check_same_rows(self, runtime_max_tokens_per_rank: int) -> None:
-        this = self._last_round("combine")
-        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
-            raise ShapeError(
-                what="runtime_max_tokens_per_rank",
-                got=runtime_max_tokens_per_rank,
-                wanted=f"{this.runtime_max_tokens_per_rank}, that of the dispatch",
-                rank=self.ep_rank,
-            )
-
-    def _check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
-        most = self._shared.config.combine_bytes_per_token
-        if not 0 <= wire_bytes <= most:
-            raise ShapeError(
-                what="combine payload",
-                got=f"{hidden_size} x {dtype}, {wire_bytes} bytes a row on the wire",
-                wanted=f"at most the {most} bytes a row that the workspace was built for",
-                change="raise hidden_size or combine_dtype_bytes_per_elem at construction",
-                rank=self.ep_rank,
-            )
-
-    def _checked_blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> Tensor:
-        self._check_same_rows(runtime_max_tokens_per_rank)
-        ep, most = self.ep_size, runtime_max_tokens_per_rank
-        allowed = (*_COMBINE_DTYPES, torch.float8_e4m3fn) if low_precision else _COMBINE_DTYPES
-        fits = (
-            isinstance(payload, Tensor)
-            and payload.dtype in allowed
-            and payload.is_contiguous()
-            and payload.device == self._shared.transport.workspace.device
-            and payload.dim() in (2, 3)
-            and tuple(payload.shape[:-1]) in ((ep, most), (ep * most,))
-        )
-        if not fits:
-            raise ShapeError(
-                what="payload",
-                got=_describe(payload),
-                wanted=f"a contiguous tensor [{ep}, {most}, H'] or [{ep * most}, H'] of "
-                + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-                + f" on {self._shared.transport.workspace.device}",
-                rank=self.ep_rank,
-            )
-        return payload.view(ep, most, payload.shape[-1])
-
-    def _check_in_workspace(self, blocks: Tensor) -> None:
-        region = self._region("combine")
-        if blocks.data_ptr() != region.data_ptr():
-            raise ShapeError(
-                what="payload with payload_in_workspace=True",
-                got=f"address {blocks.data_ptr():#x}",
-                wanted=f"{region.data_ptr():#x}, the view of get_combine_payload_tensor_in_workspace",
-                rank=self.ep_rank,
-            )
-
-    def _output(
-        self,
-        output_dtype: torch.dtype | None,
-        output_scales: Tensor | None,
-        output_scalar_scale: float | Tensor,
-        sf_layout: ScaleLayout,
-        blocks: Tensor,
-        low_precision: bool,
-    ) -> tuple[Quantize | None, int, torch.dtype]:
-        """How the output is made, its columns and its dtype."""
-        width = blocks.shape[2]
-        dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
-        packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
-        scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
-        if dtype in _COMBINE_DTYPES:
-            if low_precision and dtype != torch.bfloat16:
-                raise ConfigError(
-                    what="output_dtype", got=str(dtype), wanted="bfloat16 with use_low_precision", rank=self.ep_rank
-                )
-            if output_scales is not None or scalar_given or sf_layout is not ScaleLayout.LINEAR:
-                raise ConfigError(
-                    what="output_scales, output_scalar_scale, sf_layout",
-                    got="values for quantised output",
-                    wanted=f"their defaults, since {dtype} output is not quantised",
-                    rank=self.ep_rank,
-                )
-            return None, width, dtype
-        if dtype not in (torch.float8_e4m3fn, torch.uint8, packed):
-            raise ConfigError(
-                what="output_dtype",
-                got=str(dtype),
-                wanted="float16, bfloat16, float32, float8_e4m3fn (mxfp8) or uint8 (nvfp4, mxfp4)",
-                rank=self.ep_rank,
-            )
-        scales_dtype = output_scales.dtype if isinstance(output_scales, Tensor) else None
-        name = {
-            (True, torch.uint8): "mxfp8",
-            (True, _E8M0): "mxfp8",
-            (False, torch.float8_e4m3fn): "nvfp4",
-            (False, torch.uint8): "mxfp4",
-            (False, _E8M0): "mxfp4",
-        }.get((dtype == torch.float8_e4m3fn, scales_dtype))
-        if scales_dtype is None or name is None:
-            raise ConfigError(
-                what="output_scales",
-                got=_describe(output_scales),
-                wanted="a tensor whose dtype says the format: uint8 for mxfp8 and mxfp4, float8_e4m3fn for nvfp4",
-                rank=self.ep_rank,
-            )
-        wire = wire_format(name)
-        reasons = wire.check(width, 0)
-        if reasons:
-            raise ShapeError(
-                what=f"{name} output", got=f"rows of {width}", wanted="; ".join(reasons), rank=self.ep_rank
-            )
-        if scalar_given and not wire.needs_global_scale:
-            raise ConfigError(
-                what="output_scalar_scale",
-                got=output_scalar_scale,
-                wanted=f"1.0, since {name} has no global scale",
-                rank=self.ep_rank,
-            )
-        scale: Tensor | None = None
-        if wire.needs_global_scale:
-            scale = (
-                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=blocks.device)
-                if scalar_given
-                else self._one()
-            )
-        return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
 
     # ---- views -----------------------------------------------------------------------------------------------------
 
@@ -1003,13 +709,13 @@ class MoeAlltoAll(RoundContext):
         if transport == "auto" and env.transport is not None:
             transport = env.transport
         # Meeting the others needs a budget already; a bad one is reported to all ranks once they have met.
-        meeting_s = startup_timeout_s if _is_budget(startup_timeout_s) else Env.startup_timeout_s
+        meeting_s = startup_timeout_s if is_budget(startup_timeout_s) else Env.startup_timeout_s
         self._comm = resolve(comm, timeout_s=meeting_s)
         config: ExchangeConfig | None = None
         problem: A2AError | None = None
         try:
-            _check_budget("startup_timeout_s", startup_timeout_s)
-            _check_budget("timeout_s", timeout_s)
+            check_budget("startup_timeout_s", startup_timeout_s)
+            check_budget("timeout_s", timeout_s)
             config = ExchangeConfig(
                 ep_size=self._comm.Get_size(),
                 max_num_tokens=max_num_tokens,
@@ -1022,7 +728,7 @@ class MoeAlltoAll(RoundContext):
                 dispatch_scale_bytes_per_token=dispatch_scale_bytes_per_token,
                 combine_dtype_bytes_per_elem=combine_dtype_bytes_per_elem,
                 extra_payload_bytes_per_token=extra_payload_bytes_per_token,
-                placement=_placement_table(placement),
+                placement=placement_table(placement),
                 name=name,
                 row_order=row_order,
                 scrub=scrub,
@@ -1034,7 +740,7 @@ class MoeAlltoAll(RoundContext):
                 transport_class(transport)
         except A2AError as error:
             problem = error
-        config = _agree(self._comm, config, problem, {"transport": transport})
+        config = agree(self._comm, config, problem, {"transport": transport})
         self._choice = choose(transport, config, self._comm)
         super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
         self._others = self._more_contexts()
@@ -1049,7 +755,8 @@ class MoeAlltoAll(RoundContext):
         )
         moved = chosen(config, layout, placement, self._comm, timeout_s=startup_timeout_s)
         moved.set_budgets(startup_timeout_s, timeout_s)
-        return _Shared(config, layout, placement, moved, startup_timeout_s, timeout_s)
+        arguments = Arguments(config, moved.workspace.device, moved.rank)
+        return _Shared(config, layout, placement, moved, arguments, startup_timeout_s, timeout_s)
 
     def _more_contexts(self) -> tuple[RoundContext, ...]:
         return tuple(RoundContext(self._shared, index) for index in range(1, self._shared.config.num_contexts))
@@ -1121,7 +828,7 @@ class MoeAlltoAll(RoundContext):
 
     @startup_timeout_s.setter
     def startup_timeout_s(self, value: float) -> None:
-        _check_budget("startup_timeout_s", value)
+        check_budget("startup_timeout_s", value)
         self._shared.startup_timeout_s = value
         self._shared.transport.set_budgets(value, self._shared.timeout_s)
 
@@ -1132,7 +839,7 @@ class MoeAlltoAll(RoundContext):
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        _check_budget("timeout_s", value)
+        check_budget("timeout_s", value)
         self._shared.timeout_s = value
         self._shared.transport.set_budgets(self._shared.startup_timeout_s, value)
 
@@ -1186,21 +893,21 @@ class MoeAlltoAll(RoundContext):
         wanted: ExchangeConfig | None = None
         problem: A2AError | None = None
         try:
-            wanted = _union(config, sizes)
+            wanted = union(config, sizes)
             for context in self.contexts:
                 context._require("ensure", _IDLE)
         except A2AError as error:
             problem = error
-        requests = _gather(self._comm, None if wanted is None else _capacities(wanted), problem)
-        grown = {name: max(each[name] for each in requests) for name in _CAPACITIES}
-        union = dataclasses.replace(config, **grown)
-        if union == config:
+        requests = gather(self._comm, None if wanted is None else capacities(wanted), problem)
+        grown = {name: max(each[name] for each in requests) for name in CAPACITIES}
+        larger = dataclasses.replace(config, **grown)
+        if larger == config:
             return False
         # A grown shape may be one that the transport cannot carry: ask before the old memory goes.
-        self._choice = choose(self._choice.name, union, self._comm)
+        self._choice = choose(self._choice.name, larger, self._comm)
         old = self._shared
         hook = old.transport.hook
-        built = self._build(union, old.startup_timeout_s, old.timeout_s)
+        built = self._build(larger, old.startup_timeout_s, old.timeout_s)
         old.transport.close()
         built.transport.hook = hook
         self._shared = built
@@ -1232,100 +939,9 @@ class MoeAlltoAll(RoundContext):
             raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
 
 
-_CAPACITIES: Final = (
-    "max_num_tokens",
-    "top_k",
-    "hidden_size",
-    "dispatch_dtype_bytes_per_elem",
-    "dispatch_scale_bytes_per_token",
-    "combine_dtype_bytes_per_elem",
-    "extra_payload_bytes_per_token",
-    "eplb_stats_num_experts",
-    "num_contexts",
-)
-
-
-_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(ExchangeConfig))
-
-
-def _capacities(config: ExchangeConfig) -> dict[str, int]:
-    return {name: getattr(config, name) for name in _CAPACITIES}
-
-
-def _union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
-    names = _FIELDS - {"ep_size"}
-    changes: dict[str, Any] = {}
-    for name, value in sizes.items():
-        if name not in names:
-            raise ConfigError(what="ensure", got=name, wanted="one of " + ", ".join(sorted(names)))
-        if name == "placement":
-            value = _placement_table(value)
-        held = getattr(config, name)
-        if name not in _CAPACITIES:
-            if value != held:
-                raise ConfigError(what=name, got=value, wanted=f"{held!r}, which ensure cannot change")
-            continue
-        # Checks the value by itself before it is compared.
-        changes[name] = max(held, getattr(dataclasses.replace(config, **{name: value}), name))
-    return dataclasses.replace(config, **changes)
-
-
-def _gather(comm: Comm, mine: Any, problem: A2AError | None) -> list[Any]:
-    """Every rank's value, or every rank raises: its own problem if it has one, else the first problem of another."""
-    answers = comm.allgather((mine, None if problem is None else problem.to_facts()))
-    if problem is not None:
-        raise problem
-    for rank, (_, facts) in enumerate(answers):
-        if facts is not None:
-            raise from_facts(facts, reporter=rank)
-    return [value for value, _ in answers]
-
-
-def _agree(
-    comm: Comm, config: ExchangeConfig | None, problem: A2AError | None, more: dict[str, Any]
-) -> ExchangeConfig:
-    """Compare what forms an address on all ranks, before memory is taken."""
-    facts = _gather(comm, None if config is None else {**config.facts(), **more}, problem)
-    differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
-    if len(differing) == 1:
-        raise MismatchError(what=differing[0], values={rank: each[differing[0]] for rank, each in enumerate(facts)})
-    if differing:
-        values = {rank: {name: each[name] for name in differing} for rank, each in enumerate(facts)}
-        raise MismatchError(what=", ".join(differing), values=values)
-    return ExchangeConfig(**{name: value for name, value in facts[0].items() if name in _FIELDS})
-
-
-def _placement_table(placement: Placeable | None) -> tuple[int, ...] | None:
-    if placement is None:
-        return None
-    if isinstance(placement, Placement):
-        placement = placement.table
-    if isinstance(placement, Tensor):
-        placement = placement.tolist()
-    if not isinstance(placement, list | tuple):
-        raise ConfigError(what="placement", got=type(placement).__name__, wanted="a rank for each expert")
-    return tuple(placement)
-
-
-def _is_budget(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _check_budget(what: str, value: object) -> None:
-    if not _is_budget(value):
-        raise ConfigError(what=what, got=value, wanted="a positive, finite number of seconds")
-
-
 def _row_bytes(rows: Tensor) -> int:
     return rows.shape[1] * rows.dtype.itemsize
 
 
 def _narrow_ids(ids: Tensor) -> Tensor:
     return torch.where(ids == ids.to(torch.int32), ids, -1).to(torch.int32)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        kind = "" if value.is_contiguous() else "non-contiguous "
-        return f"a {kind}{value.dtype} tensor {list(value.shape)} on {value.device}"
-    return repr(value)

@@ -37,12 +37,7 @@ class A2AError(Exception):
         """Plain data (JSON types) from which `from_facts` builds an equal error on another rank."""
         facts: dict[str, Any] = {"kind": type(self).__name__}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Mapping):
-                value = [[key, item] for key, item in value.items()]
-            elif isinstance(value, tuple):
-                value = list(value)
-            facts[field.name] = value
+            facts[field.name] = _plain(getattr(self, field.name))
         return facts
 
 
@@ -171,10 +166,19 @@ def from_facts(facts: Mapping[str, Any], reporter: int | None = None) -> A2AErro
     fields = dict(facts)
     kind = _KINDS[fields.pop("kind")]
     if kind is MismatchError:
-        fields["values"] = {int(rank): value for rank, value in fields["values"]}
+        fields["values"] = {int(rank): value for rank, value in fields["values"].items()}
     if fields["reporter"] is None:
         fields["reporter"] = reporter
     return kind(**fields)
+
+
+def _plain(value: object) -> object:
+    """The value in JSON types: what is none of them is told as it prints."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
 def _sentence(rank: int | None, what: str, change: str) -> str:

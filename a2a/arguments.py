@@ -1,0 +1,360 @@
+"""arguments: what a caller may pass to a round: shapes, dtypes, devices, formats.
+
+Owns every check of a verb's arguments that needs no peer and no state. Refuses to know rounds and memory: a check
+either gives back what the round needs or raises, with the facts, before anything has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from a2a.config import MAX_PAYLOADS, ExchangeConfig
+from a2a.errors import ConfigError, ShapeError
+from a2a.quant import ScaleLayout, WireFormat, wire_format
+from a2a.transport import Quantize
+
+SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+"""What can be summed, and quantised from."""
+
+_E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
+_NEUTRAL_E8M0: Final = 127
+
+
+class Arguments:
+    """Checks the arguments of one rank's verbs.
+
+    Args:
+        config: the exchange.
+        device: where every tensor must be.
+        rank: named in the errors.
+
+    Attributes:
+        unit_scale: the fp32 scalar 1.0 on the device, the global scale of those who give none.
+    """
+
+    def __init__(self, config: ExchangeConfig, device: torch.device, rank: int) -> None:
+        self.config = config
+        self.device = device
+        self.rank = rank
+        self.unit_scale = torch.ones((), dtype=torch.float32, device=device)
+
+    def topk_ids(self, ids: Tensor) -> Tensor:
+        """int32 or int64 `[n, k]`, `k` up to the object's top_k."""
+        config = self.config
+        fits = (
+            isinstance(ids, Tensor)
+            and ids.dim() == 2
+            and ids.dtype in (torch.int32, torch.int64)
+            and 1 <= ids.shape[1] <= config.top_k
+            and ids.is_contiguous()
+            and ids.device == self.device
+        )
+        if not fits:
+            raise ShapeError(
+                what="token_selected_experts",
+                got=describe(ids),
+                wanted=f"a contiguous int32 or int64 tensor [n, k], 1 <= k <= top_k = {config.top_k}, "
+                f"on {self.device}",
+                rank=self.rank,
+            )
+        return ids
+
+    def payloads(self, payloads: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
+        """1 to 8 contiguous `[n, *]`."""
+        if not isinstance(payloads, list | tuple) or not 1 <= len(payloads) <= MAX_PAYLOADS:
+            got = f"{len(payloads)} payloads" if isinstance(payloads, list | tuple) else describe(payloads)
+            raise ShapeError(
+                what="input_payloads", got=got, wanted=f"a list of 1 to {MAX_PAYLOADS} tensors", rank=self.rank
+            )
+        for index, rows in enumerate(payloads):
+            self.check_matrix(f"input_payloads[{index}]", rows, (num_tokens, None), None)
+        return list(payloads)
+
+    def check_ids_payload(self, index: int | None, rows: Sequence[Tensor], topk_ids: Tensor) -> None:
+        """Which payload holds the ids: None, or one of the ids' own shape."""
+        if index is None:
+            return
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(rows):
+            raise ShapeError(
+                what="expert_id_payload_index",
+                got=index,
+                wanted=f"the index of one of {len(rows)} payloads",
+                rank=self.rank,
+            )
+        if rows[index].dtype not in (torch.int32, torch.int64) or rows[index].shape != topk_ids.shape:
+            raise ShapeError(
+                what=f"input_payloads[{index}], which expert_id_payload_index names",
+                got=describe(rows[index]),
+                wanted=f"int32 or int64 ids of shape {tuple(topk_ids.shape)}",
+                rank=self.rank,
+            )
+
+    def check_matrix(
+        self, what: str, tensor: Tensor, shape: tuple[int, int | None], dtype: torch.dtype | None
+    ) -> None:
+        """A contiguous 2-D tensor on the device; None in `shape` and `dtype` stands for any."""
+        device = self.device
+        fits = (
+            isinstance(tensor, Tensor)
+            and tensor.dim() == 2
+            and tensor.shape[0] == shape[0]
+            and shape[1] in (None, tensor.shape[1])
+            and dtype in (None, tensor.dtype)
+            and tensor.is_contiguous()
+            and tensor.device == device
+        )
+        if not fits:
+            columns = "*" if shape[1] is None else shape[1]
+            raise ShapeError(
+                what=what,
+                got=describe(tensor),
+                wanted=f"a contiguous tensor [{shape[0]}, {columns}]{f' of {dtype}' if dtype else ''} on {device}",
+                rank=self.rank,
+            )
+
+    def check_weights(self, weights: Tensor, ids: Tensor) -> None:
+        """float32 `[n, k]`."""
+        self.check_matrix("topk_weights", weights, (ids.shape[0], ids.shape[1]), torch.float32)
+
+    def check_eplb(self, stats: Tensor | None) -> None:
+        """int32 `[Es]`, only where the object was built for it."""
+        wanted = self.config.eplb_stats_num_experts
+        if stats is None:
+            return
+        if not wanted:
+            raise ConfigError(
+                what="eplb_local_stats",
+                got=describe(stats),
+                wanted="None, since the object was built with eplb_stats_num_experts = 0",
+                rank=self.rank,
+            )
+        device = self.device
+        fits = (
+            isinstance(stats, Tensor)
+            and tuple(stats.shape) == (wanted,)
+            and stats.dtype == torch.int32
+            and stats.is_contiguous()
+            and stats.device == device
+        )
+        if not fits:
+            raise ShapeError(
+                what="eplb_local_stats",
+                got=describe(stats),
+                wanted=f"a contiguous int32 tensor [{wanted}] on {device}",
+                rank=self.rank,
+            )
+
+
+    def fill_byte(self, dtype: torch.dtype) -> int | None:
+        """The byte that padded rows of a payload are made of; None where they are left alone."""
+        if self.config.scrub != "all":
+            return None
+        return _NEUTRAL_E8M0 if _E8M0 is not None and dtype == _E8M0 else 0
+
+    def wire(
+        self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
+    ) -> tuple[WireFormat, Quantize | None]:
+        """The object's wire format, and how hidden states become it: None if they are it already."""
+        config = self.config
+        if config.wire_format is None:
+            raise ConfigError(
+                what="wire_format",
+                got=None,
+                wanted="a wire format at construction to use dispatch_tokens",
+                change="pass wire_format=..., or call dispatch with payloads of your own",
+                rank=self.rank,
+            )
+        wire = wire_format(config.wire_format)
+        if not isinstance(hidden_states, Tensor):
+            raise ShapeError(
+                what="hidden_states",
+                got=describe(hidden_states),
+                wanted="a tensor [n, hidden_size]",
+                rank=self.rank,
+            )
+        if global_scale is not None:
+            if not wire.needs_global_scale:
+                raise ConfigError(
+                    what="global_scale", got="a tensor", wanted=f"None, since {wire.name} has none", rank=self.rank
+                )
+            fits = (
+                isinstance(global_scale, Tensor)
+                and global_scale.numel() == 1
+                and global_scale.dtype == torch.float32
+                and global_scale.device == self.device
+            )
+            if not fits:
+                raise ShapeError(
+                    what="global_scale",
+                    got=describe(global_scale),
+                    wanted=f"one float32 on {self.device}",
+                    rank=self.rank,
+                )
+        one_byte_scales = wire.scales_dtype is not None and wire.scales_dtype.itemsize == 1
+        if scale_layout is not ScaleLayout.LINEAR and not one_byte_scales:
+            raise ConfigError(
+                what="scale_layout",
+                got=scale_layout.name,
+                wanted=f"LINEAR, since {wire.name} has no scales of one byte",
+                rank=self.rank,
+            )
+        quantised = hidden_states.dtype == wire.data_dtype
+        if wire.scales_dtype is None:
+            if scale is not None:
+                raise ConfigError(
+                    what="scale", got="a tensor", wanted=f"None, since {wire.name} has no scales", rank=self.rank
+                )
+            if not quantised:
+                raise ShapeError(
+                    what="hidden_states",
+                    got=describe(hidden_states),
+                    wanted=f"{wire.data_dtype}, the wire format",
+                    rank=self.rank,
+                )
+            return wire, None
+        if quantised:
+            if scale is None:
+                raise ConfigError(
+                    what="scale",
+                    got=None,
+                    wanted=f"the scales of hidden states that are already {wire.name}",
+                    rank=self.rank,
+                )
+            return wire, None
+        if hidden_states.dtype not in SUM_DTYPES:
+            raise ShapeError(
+                what="hidden_states",
+                got=describe(hidden_states),
+                wanted=f"bf16, fp16 or fp32 to be quantised, or {wire.data_dtype} with its scales",
+                rank=self.rank,
+            )
+        if scale is not None:
+            raise ConfigError(
+                what="scale",
+                got="a tensor",
+                wanted=f"None for {hidden_states.dtype} hidden states, which the exchange quantises itself",
+                rank=self.rank,
+            )
+        if global_scale is None and wire.needs_global_scale:
+            global_scale = self.unit_scale
+        return wire, Quantize(wire, config.mx_alignment, global_scale)
+
+
+    def check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """A combine row fits the workspace."""
+        most = self.config.combine_bytes_per_token
+        if not 0 <= wire_bytes <= most:
+            raise ShapeError(
+                what="combine payload",
+                got=f"{hidden_size} x {dtype}, {wire_bytes} bytes a row on the wire",
+                wanted=f"at most the {most} bytes a row that the workspace was built for",
+                change="raise hidden_size or combine_dtype_bytes_per_elem at construction",
+                rank=self.rank,
+            )
+
+    def blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> Tensor:
+        """The combine payload as `[ep, R, H']`."""
+        ep, most = self.config.ep_size, runtime_max_tokens_per_rank
+        allowed = (*SUM_DTYPES, torch.float8_e4m3fn) if low_precision else SUM_DTYPES
+        fits = (
+            isinstance(payload, Tensor)
+            and payload.dtype in allowed
+            and payload.is_contiguous()
+            and payload.device == self.device
+            and payload.dim() in (2, 3)
+            and tuple(payload.shape[:-1]) in ((ep, most), (ep * most,))
+        )
+        if not fits:
+            raise ShapeError(
+                what="payload",
+                got=describe(payload),
+                wanted=f"a contiguous tensor [{ep}, {most}, H'] or [{ep * most}, H'] of "
+                + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+                + f" on {self.device}",
+                rank=self.rank,
+            )
+        return payload.view(ep, most, payload.shape[-1])
+
+
+    def output(
+        self,
+        output_dtype: torch.dtype | None,
+        output_scales: Tensor | None,
+        output_scalar_scale: float | Tensor,
+        sf_layout: ScaleLayout,
+        blocks: Tensor,
+        low_precision: bool,
+    ) -> tuple[Quantize | None, int, torch.dtype]:
+        """How the output is made, its columns and its dtype."""
+        width = blocks.shape[2]
+        dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
+        packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+        scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
+        if dtype in SUM_DTYPES:
+            if low_precision and dtype != torch.bfloat16:
+                raise ConfigError(
+                    what="output_dtype", got=str(dtype), wanted="bfloat16 with use_low_precision", rank=self.rank
+                )
+            if output_scales is not None or scalar_given or sf_layout is not ScaleLayout.LINEAR:
+                raise ConfigError(
+                    what="output_scales, output_scalar_scale, sf_layout",
+                    got="values for quantised output",
+                    wanted=f"their defaults, since {dtype} output is not quantised",
+                    rank=self.rank,
+                )
+            return None, width, dtype
+        if dtype not in (torch.float8_e4m3fn, torch.uint8, packed):
+            raise ConfigError(
+                what="output_dtype",
+                got=str(dtype),
+                wanted="float16, bfloat16, float32, float8_e4m3fn (mxfp8) or uint8 (nvfp4, mxfp4)",
+                rank=self.rank,
+            )
+        scales_dtype = output_scales.dtype if isinstance(output_scales, Tensor) else None
+        name = {
+            (True, torch.uint8): "mxfp8",
+            (True, _E8M0): "mxfp8",
+            (False, torch.float8_e4m3fn): "nvfp4",
+            (False, torch.uint8): "mxfp4",
+            (False, _E8M0): "mxfp4",
+        }.get((dtype == torch.float8_e4m3fn, scales_dtype))
+        if scales_dtype is None or name is None:
+            raise ConfigError(
+                what="output_scales",
+                got=describe(output_scales),
+                wanted="a tensor whose dtype says the format: uint8 for mxfp8 and mxfp4, float8_e4m3fn for nvfp4",
+                rank=self.rank,
+            )
+        wire = wire_format(name)
+        reasons = wire.check(width, 0)
+        if reasons:
+            raise ShapeError(
+                what=f"{name} output", got=f"rows of {width}", wanted="; ".join(reasons), rank=self.rank
+            )
+        if scalar_given and not wire.needs_global_scale:
+            raise ConfigError(
+                what="output_scalar_scale",
+                got=output_scalar_scale,
+                wanted=f"1.0, since {name} has no global scale",
+                rank=self.rank,
+            )
+        scale: Tensor | None = None
+        if wire.needs_global_scale:
+            scale = (
+                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=blocks.device)
+                if scalar_given
+                else self.unit_scale
+            )
+        return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
+
+
+def describe(value: object) -> str:
+    """A tensor in words for an error; anything else as it prints."""
+    if isinstance(value, Tensor):
+        kind = "" if value.is_contiguous() else "non-contiguous "
+        return f"a {kind}{value.dtype} tensor {list(value.shape)} on {value.device}"
+    return repr(value)
