@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import hypothesis
 import pytest
+from ranks import Ranks
 
 from a2a.comm import launcher
-from ranks import Ranks
 
 _RANKS = pytest.StashKey[Ranks]()
 

@@ -13,7 +13,7 @@ A test takes the fixture `run_ranks` and gives it a module-level function, the b
 
 * `pytest`: each call starts its ranks as processes of this machine. `run_ranks(body)` and `run_ranks(body, None, ...)`
   take DEFAULT_RANKS of them. The error of the rank that failed first is raised in the test, its traceback as a note.
-* `mpirun -n N python -m pytest --with-mpi` and `torchrun --nproc-per-node N -m pytest`: each process is a rank and calls
+* `mpirun -n N python -m pytest --with-mpi`, `torchrun --nproc-per-node N -m pytest`: each process is a rank and calls
   the body itself. A call for another number of ranks than N (None fits every N) skips its test; tests without
   `run_ranks` are left out. A rank whose test fails prints its traceback and ends the whole job.
 * `run_ranks.outcomes(body, num_ranks, *args, on_start=..., grace_s=...)` tells how each rank ended instead of raising,
