@@ -241,7 +241,7 @@ class Exchange:
             words = self.words[context]
             words.recorded = words.kind = words.abort = 0
             words.first_round = played + 1
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
 
     def _round_state(self, context: int) -> Tensor:
         region = self._layout.region("round_state", context)

@@ -89,6 +89,7 @@ class NvlinkTransport(Transport):
         self._layout = layout
         self._closed = False
         self._starting_over = False
+        self._looking = threading.Lock()
         self._base = [0] * config.num_contexts
         self._launched: dict[tuple[int, str], tuple[int, int]] = {}
         device = torch.device("cuda", torch.cuda.current_device())
@@ -192,8 +193,12 @@ class NvlinkTransport(Transport):
 
     def _look(self) -> None:
         """What the thread does whenever it wakes."""
-        if self._starting_over or self._closed:
-            return
+        with self._looking:
+            if not self._starting_over and not self._closed:
+                self._spread_failures()
+
+    def _spread_failures(self) -> None:
+        """From this rank's kernels to the peers, and from the peers to this rank's kernels."""
         mesh = self._mesh
         if mesh.error is None:
             self._look_for_declined()
@@ -215,7 +220,8 @@ class NvlinkTransport(Transport):
     def reset(self, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         mesh, exchange = self._mesh, self._exchange
-        self._starting_over = True
+        with self._looking:
+            self._starting_over = True
         try:
             self._end_launched_work(deadline)
             masked = set(range(self._config.ep_size))
