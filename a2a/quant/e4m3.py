@@ -15,6 +15,9 @@ from torch import Tensor
 MAX: Final = 448.0
 """The largest finite e4m3 value."""
 
+STORED: Final = (torch.float8_e4m3fn, torch.uint8)
+"""Dtypes in which e4m3 rows may come back: their own, and bytes."""
+
 
 def encode(x: Tensor, out: Tensor) -> Tensor:
     """e4m3 of fp32 values, to nearest even, saturated, into `out` of the same shape; x is overwritten.

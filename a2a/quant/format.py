@@ -109,7 +109,7 @@ class WireFormat(abc.ABC):
         """The values that the bytes stand for.
 
         Args:
-            data: `[n, data_width]` of `data_dtype`.
+            data: `[n, data_width]` of `data_dtype`; e4m3 also as uint8 bytes.
             scales: `[n, scales_width]` of `scales_dtype` (one-byte scales: any one-byte dtype), None without scales.
             hidden_size: columns to return; None: all, padding included.
             global_scale: the one given to `quantize`.

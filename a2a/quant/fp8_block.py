@@ -74,7 +74,7 @@ def _checked(
     data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype, block: int
 ) -> tuple[int, int]:
     """Columns to return and number of blocks, or an error."""
-    check_rows("data", data, (torch.float8_e4m3fn,))
+    check_rows("data", data, e4m3.STORED)
     _check_block(block)
     num_blocks = -(-data.shape[1] // block)
     check_scales(scales, data, num_blocks, torch.float32)
@@ -174,7 +174,7 @@ class Fp8Block(WireFormat):
     ) -> Tensor:
         """See `WireFormat.dequantize`: q * scale."""
         self.refuse_extras(0, global_scale)
-        check_rows("data", data, (self.data_dtype,))
+        check_rows("data", data, e4m3.STORED)
         check_row_block("data", data.shape[1], BLOCK)
         out: Tensor = _DEQUANTIZE(data, self.need_scales(scales), hidden_size, dtype)
         return out

@@ -65,7 +65,7 @@ def _dequantize(
 
 
 def _checked(data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype) -> int:
-    check_rows("data", data, (torch.float8_e4m3fn,))
+    check_rows("data", data, e4m3.STORED)
     check_row_block("data", data.shape[1], BLOCK)
     check_scales(scales, data, data.shape[1] // BLOCK, torch.uint8)
     return check_output(hidden_size, data.shape[1], dtype)

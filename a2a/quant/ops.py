@@ -43,5 +43,7 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    # Without this torch marks results of inputs that require gradients, and warns in backward.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     _torch_library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
