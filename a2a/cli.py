@@ -28,6 +28,7 @@ USAGE: Final = 2
 _LAST_WORDS_S: Final = 0.5
 """How long an MPI rank that failed waits before it leaves: its launcher then ends the others, mid-word."""
 
+_SHOWN_FAILURES: Final = 20
 _DEFAULT_CHECK_ROUNDS: Final = 50
 _DEFAULT_CHECK_RANKS: Final = 4
 _DEFAULT_TIMEOUT_S: Final = 3600.0
@@ -398,6 +399,7 @@ def _on_ranks(
         rank_main, ranks, (command, task, options.json, "local"), timeout_s=options.timeout,
     )  # fmt: skip
     told: set[str] = set()
+    traced = False
     code = OK
     for outcome in ended:
         if outcome.ok:
@@ -415,8 +417,10 @@ def _on_ranks(
             continue
         code = max(code, FAILED)
         if outcome.error is not None:
-            notes = "\n".join(getattr(outcome.error, "__notes__", [])) or repr(outcome.error)
-            print(f"a2a: rank {outcome.rank}:\n{notes}", file=sys.stderr)
+            # The first traceback is where to look; the others are mostly the same or follow from it.
+            trace = "\n" + "\n".join(getattr(outcome.error, "__notes__", [])) if not traced else ""
+            traced = True
+            print(f"a2a: rank {outcome.rank}: {outcome.error!r}{trace}", file=sys.stderr)
         elif outcome.stopped:
             print(f"a2a: rank {outcome.rank}: ended by the command, it had not finished", file=sys.stderr)
         else:
@@ -522,7 +526,7 @@ def _check_rank(asked: Check, comm: Any, json: str | None, launcher: str, thread
             report.print_table(title, ["topic", "property", "rounds"], rows)
             if found.planted:
                 print(f"planted: {found.planted}")
-            for line in found.failures:
+            for line in found.failures[:_SHOWN_FAILURES]:
                 print(f"WRONG: {line}")
             print("exact: every byte equals the oracle's" if not found.failures else f"{len(found.failures)} wrong")
         if json:

@@ -23,7 +23,6 @@ from a2a.bench.implementation import tensor_difference
 from a2a.comm import Comm
 from a2a.config import MAX_TOP_K, low_precision_bytes_per_token
 from a2a.errors import A2AError, ConfigError
-from a2a.placement import Placement
 from a2a.quant import WIRE_FORMATS, wire_format
 from a2a.transport import transport_class
 
@@ -318,7 +317,8 @@ class _Round:
             data, scales = form.quantize(rows_in, alignment=scenario.mx_alignment)
             wire = [data] if scales is None else [data, scales]
         # On the wire ids are int32; those that int32 cannot hold arrive as -1.
-        narrow = torch.where((ids >= -(2**31)) & (ids < 2**31), ids, -1).to(torch.int32)
+        wide = ids.long()
+        narrow = torch.where((wide >= -(2**31)) & (wide < 2**31), wide, -1).to(torch.int32)
         return _Input(ids, [rows_in, weights], [*wire, narrow, weights], stats)
 
     def _dispatch(self, context: RoundContext, mine: _Input) -> tuple[list[Tensor], int]:
@@ -364,7 +364,8 @@ class _Round:
     def _combine(self, context: RoundContext, inputs: list[_Input], moe: MoeAlltoAll) -> list[str]:
         scenario, plan = self._scenario, self._plan
         most = plan.runtime_max_tokens_per_rank
-        payloads = [self._expert_rows(rank) for rank in range(self._size)]
+        hits = [reference.destinations(each.ids, moe.placement)[1] for each in inputs]
+        payloads = [self._expert_rows(rank, hits) for rank in range(self._size)]
         payload = payloads[self._rank]
         if plan.in_workspace:
             view = context.get_combine_payload_tensor_in_workspace(most, scenario.hidden_size, payload.dtype)
@@ -387,26 +388,20 @@ class _Round:
         reason = tensor_difference("combined rows", sums, want)
         return [reason] if reason else []
 
-    def _expert_rows(self, rank: int) -> Tensor:
+    def _expert_rows(self, rank: int, hits: list[Tensor]) -> Tensor:
         """What a rank's experts return: NaN wherever no row belongs, which must never show."""
         scenario, most = self._scenario, self._plan.runtime_max_tokens_per_rank
         generator = _generator(f"{self._key} {rank} experts")
         rows = torch.randn(self._size, most, scenario.hidden_size, generator=generator).to(scenario.combine_dtype)
         for src_rank in range(self._size):
-            ids = self._input(src_rank).ids
-            _, hits = reference.destinations(ids, self._placement())
+            comes_here = hits[src_rank][:, rank]
             used = torch.zeros(most, dtype=torch.bool)
             if scenario.row_order == "token":
-                used[: ids.shape[0]] = hits[:, rank]
+                used[: comes_here.numel()] = comes_here
             else:
-                used[: int(hits[:, rank].sum())] = True
+                used[: int(comes_here.sum())] = True
             rows[src_rank, ~used] = float("nan")
         return rows
-
-    def _placement(self) -> Placement:
-        if self._scenario.placement is None:
-            return Placement.contiguous(self._scenario.num_experts, self._size)
-        return Placement(self._scenario.placement, self._size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from a2a.bench.implementation import (
 from a2a.bench.peers import peer
 from a2a.bench.peers.gloo import gloo_group
 from a2a.bench.peers.memcpy import Memcpy
-from a2a.bench.timing import PHASES, Figures, figures, time_rounds
+from a2a.bench.timing import PHASES, Figures, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
 from a2a.config import ModelPreset
@@ -150,12 +150,13 @@ def _run_case(
         for index, each in enumerate(implementations):
             for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
                 reasons[index][phase] = reasons[index][phase] or reason
-        gathered = comm.allgather((dict(times), reasons))
+        gathered = comm.allgather((dict(times), reasons, clock_name()))
     finally:
         for each in implementations:
             each.close()
+    one_clock = len({clock for _, _, clock in gathered}) == 1
     by_name = {
-        each.name: figures([times_of_rank[each.name] for times_of_rank, _ in gathered]) for each in implementations
+        each.name: figures([stamps[each.name] for stamps, _, _ in gathered], one_clock) for each in implementations
     }
     moved = count_bytes(
         pair_counts(case.workload.topk_ids, case.placement),
@@ -167,7 +168,7 @@ def _run_case(
         for phase in PHASES:
             wrong = [
                 f"rank {rank}: {reasons_of_rank[index][phase]}"
-                for rank, (_, reasons_of_rank) in enumerate(gathered)
+                for rank, (_, reasons_of_rank, _) in enumerate(gathered)
                 if reasons_of_rank[index][phase]
             ]
             limit = by_name[Memcpy.name][phase].us_p50 if Memcpy.name in by_name else None

@@ -1,13 +1,21 @@
 """timing: rounds on a clock: a barrier before each, the slowest rank of each, the median over them.
 
 Owns what a figure means. Refuses to know what is timed.
+
+Where all ranks read one clock, dispatch and the pair last from the moment the first rank leaves the barrier to the
+moment the last rank is done: with more ranks than cores a rank's own time would not show that it had to wait for a core,
+and copies that wait for nobody would look faster than the machine is. Across machines a rank's own time is all there is.
+Combine is always timed from where each rank's own dispatch ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,8 +24,10 @@ from numpy.typing import NDArray
 from a2a.bench.implementation import Implementation
 
 PHASES: Final = ("dispatch", "combine", "pair")
-Seconds = NDArray[np.float64]
-"""`[rounds, 3]`: seconds of one rank in each phase of each round; pair is from dispatch's start to combine's end."""
+Stamps = NDArray[np.float64]
+"""`[rounds, 3]`: seconds on this rank's clock at the start, between dispatch and combine, and at the end of each round."""
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +44,7 @@ def time_rounds(
     rounds: int,
     barrier: Callable[[], None],
     on_round: Callable[[], None],
-) -> Mapping[str, Seconds]:
+) -> Mapping[str, Stamps]:
     """Time `rounds` rounds of every implementation on this rank.
 
     The rounds are split into as many blocks as there are implementations; in each block the implementations run one
@@ -64,27 +74,41 @@ def time_rounds(
     return {name: np.array(rows) for name, rows in times.items()}
 
 
-def figures(by_rank: Sequence[Seconds]) -> Mapping[str, Figures]:
+def clock_name() -> str:
+    """Equal on two ranks if they read the same monotonic clock: the boot that it counts from."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+def figures(by_rank: Sequence[Stamps], one_clock: bool) -> Mapping[str, Figures]:
     """Median, 99th percentile and minimum over rounds of the slowest rank of each round.
 
     Args:
-        by_rank: of every rank, `[rounds, 3]` in the order of `PHASES`.
+        by_rank: stamps of every rank.
+        one_clock: whether the stamps of different ranks can be compared.
     """
-    slowest = np.stack(by_rank).max(axis=0) * 1e6
+    stamps = np.stack(by_rank)
+    start, middle, end = (stamps[:, :, column] for column in range(3))
+    first = start.min(axis=0) if one_clock else start
+    slowest = {
+        "dispatch": (middle - first).max(axis=0),
+        "combine": (end - middle).max(axis=0),
+        "pair": (end - first).max(axis=0),
+    }
     return {
         phase: Figures(
-            float(np.median(slowest[:, column])),
-            float(np.quantile(slowest[:, column], 0.99)),
-            float(slowest[:, column].min()),
+            float(np.median(seconds) * 1e6), float(np.quantile(seconds, 0.99) * 1e6), float(seconds.min() * 1e6)
         )
-        for column, phase in enumerate(PHASES)
+        for phase, seconds in slowest.items()
     }
 
 
 def _round(each: Implementation) -> tuple[float, float, float]:
-    start = time.perf_counter()
+    # Linux's CLOCK_MONOTONIC, which all processes of a machine share.
+    start = time.monotonic()
     each.dispatch()
-    middle = time.perf_counter()
+    middle = time.monotonic()
     each.combine()
-    end = time.perf_counter()
-    return middle - start, end - middle, end - start
+    return start, middle, time.monotonic()

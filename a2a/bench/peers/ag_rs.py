@@ -5,7 +5,7 @@ Owns the peer that needs no routing on the wire. Refuses to allocate rows during
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,10 @@ from a2a.bench.implementation import Case, Experts, Implementation, Received
 from a2a.bench.peers.gloo import gloo_group
 from a2a.bench.peers.sorted_rows import PackedRows
 from a2a.comm import Comm
+
+# Newer torch releases give these collectives another name and warn about the old one.
+_all_gather: Final = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Final = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class AllGatherReduceScatter(Implementation):
@@ -51,7 +55,7 @@ class AllGatherReduceScatter(Implementation):
             mine.scales[:count] = scales
         mine.topk_ids[:count] = case.topk_ids
         mine.topk_weights[:count] = case.topk_weights
-        dist.all_gather_into_tensor(self._all.bytes, mine.bytes, group=self._group)
+        _all_gather(self._all.bytes, mine.bytes, group=self._group)
 
     def received(self) -> Received:
         hit = self._hit()
@@ -66,7 +70,7 @@ class AllGatherReduceScatter(Implementation):
         self._contributions[self._hit()] = experts(self._case.dequantize(got.data, got.scales), self._case.ep_rank)
 
     def combine(self) -> Tensor:
-        dist.reduce_scatter_tensor(self._sums, self._contributions, group=self._group)
+        _reduce_scatter(self._sums, self._contributions, group=self._group)
         return self._sums[: self._case.num_tokens]
 
     def _hit(self) -> Tensor:
