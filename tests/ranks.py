@@ -20,7 +20,7 @@ A test takes the fixture `run_ranks` and gives it a module-level function, the b
   for tests that kill or stop ranks; under a launcher such a test is skipped, since it is not the test that starts them.
 
 Everything a body uses must be importable by name; `assert` in it shows the line, not the values, so put what matters
-into the message. A test that draws at random must draw the same on every rank of a job: hypothesis is made to here.
+into the message. Whether to skip is for the test to decide, not for a body. A test that draws at random must draw the same on every rank of a job: hypothesis is made to here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from a2a import env
 from a2a.comm import Comm, launcher, resolve, spawn
@@ -85,8 +86,17 @@ class Ranks:
     def _job(self) -> Comm:
         if self._comm is None:
             self._comm = resolve(None, timeout_s=TIMEOUT_S)
+            _take_a_gpu(self._comm)
         return self._comm
 
 
 def _with_comm(body: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> Any:
-    return body(resolve(None, timeout_s=timeout_s), *args)
+    comm = resolve(None, timeout_s=timeout_s)
+    _take_a_gpu(comm)
+    return body(comm, *args)
+
+
+def _take_a_gpu(comm: Comm) -> None:
+    """Ranks take this machine's GPUs in turn, so that any number of ranks runs on any number of GPUs."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())

@@ -98,7 +98,7 @@ class NvlinkTransport(Transport):
         phases = (*_DECLINED.values(), _PLAYED, _READY)
         self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
         memory: SymmetricMemory = SymmetricMemory(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
-        self.workspace = memory.tensor
+        self.workspace = memory.tensor[:, : layout.num_bytes]
         places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
         exchange, problem = None, None
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case, assert_equal, draw
+from exchange_case import Case, assert_equal, draw
 from test_rounds import _build
 
 import a2a

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from case import Case, Round, assert_equal, assert_receipt, draw
+from exchange_case import Case, Round, assert_equal, assert_receipt, draw
 from torch import Tensor
 
 from a2a.config import ExchangeConfig

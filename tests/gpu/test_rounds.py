@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case, assert_equal, assert_receipt, draw
+from exchange_case import Case, assert_equal, assert_receipt, draw
 from test_memory import device_of
 
 import a2a
