@@ -11,7 +11,10 @@ __device__ __forceinline__ void stage_unit(const CombineParams& p, const Round& 
                                            u32 unit, u32 row_bytes) {
   const u32 segment = unit % p.segments, row = unit / p.segments;
   const u32 src_rank = row / p.runtime_max_tokens_per_rank, within = row % p.runtime_max_tokens_per_rank;
-  if (src_rank == p.ep_rank || !active.has(src_rank) || !row_is_valid(p, round, src_rank, within)) return;
+  if (src_rank == p.ep_rank || !active.has(src_rank)) return;
+  RowValidity validity;
+  validity.load(p, src_rank, within);
+  if (!validity.of(round, within)) return;
   u32 begin, end;
   segment_of(row_bytes, segment, p.segments, begin, end);
   Destinations here;
@@ -88,7 +91,8 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   next_kernel_may_come();
 
   bool failed;
-  const Round round = begin_round(PHASE_COMBINE, mine + p.round_state_offset, p.host_words, &verdict, failed);
+  u8* const state = mine + p.round_state_offset;
+  const Round round = begin_round(load_round(state), PHASE_COMBINE, state, p.host_words, &verdict, failed);
   const ActiveRanks active{mine + p.rank_mask_offset};
   if (failed) {
     void_combine(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);

@@ -35,8 +35,7 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
   u32 tokens = 0, digest = 0;
-  if (!await_word(round, header + 0, SIGNAL_HEADER, rank, tokens)) return false;
-  if (!await_word(round, header + 1, SIGNAL_HEADER, rank, digest)) return false;
+  if (!await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest)) return false;
   if (!await_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
   if (tokens != p.runtime_max_tokens_per_rank) {
     record_failure(round, KIND_MISMATCH_MAX_TOKENS, SIGNAL_HEADER, rank, tokens, p.runtime_max_tokens_per_rank, 0);
@@ -49,14 +48,30 @@ __device__ __forceinline__ bool check_header(const CombineParams& p, const Round
   return true;
 }
 
-// Whether the payload's row `row` of block `src_rank` belongs to a (token, rank) pair: what our dispatch was told.
-__device__ __forceinline__ bool row_is_valid(const CombineParams& p, const Round& round, u32 src_rank, u32 row) {
-  const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
-  if (!ROW_ORDER_TOKEN) return i32(row) < reinterpret_cast<const i32*>(mine + p.recv_counts_offset)[src_rank];
-  const u64* const words = reinterpret_cast<const u64*>(mine + p.valid_bits_offset) +
-                           u64(round.parity * EP_SIZE + src_rank) * ((p.max_num_tokens + 31) / 32);
-  return words[row / 32] >> (row % 32) & 1;
-}
+// What our dispatch was told about a payload row, read before the round is known.
+struct RowValidity {
+  u64 words[2];
+  i32 count;
+
+  __device__ __forceinline__ void load(const CombineParams& p, u32 src_rank, u32 row) {
+    const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
+    if (!ROW_ORDER_TOKEN) {
+      count = reinterpret_cast<const i32*>(mine + p.recv_counts_offset)[src_rank];
+      return;
+    }
+    const u32 per_rank = (p.max_num_tokens + 31) / 32;
+    const u64* const of_rank = reinterpret_cast<const u64*>(mine + p.valid_bits_offset) + u64(src_rank) * per_rank;
+#pragma unroll
+    for (u32 parity = 0; parity < 2; ++parity) words[parity] = of_rank[u64(parity * EP_SIZE) * per_rank + row / 32];
+  }
+
+  // Whether the row belongs to a (token, rank) pair of this round.
+  __device__ __forceinline__ bool of(const Round& round, u32 row) const {
+    if (!ROW_ORDER_TOKEN) return i32(row) < count;
+    const u64 word = round.parity ? words[1] : words[0];
+    return u32(word >> 32) == round.number && (word >> (row % 32) & 1);
+  }
+};
 
 // The ranks that hold rows of one token, visited in ascending order by a warp together.
 struct Holders {
@@ -74,6 +89,16 @@ struct Holders {
     }
   }
 
+  // Its slot at one rank, -1 if it has none there.
+  __device__ __forceinline__ i32 slot_at(u32 rank) const {
+    u32 found = 0;
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i)
+      if (ranks[i] == i32(rank)) found = u32(slots[i]) + 1;
+    // A rank is named once per token, so one lane has found it.
+    return i32(__reduce_max_sync(ALL_LANES, found)) - 1;
+  }
+
   // The next holder after `rank` (-1 to begin); false when there is none.
   __device__ __forceinline__ bool next(i32& rank, i32& slot) const {
     u32 lowest = ALL_LANES;
@@ -83,12 +108,7 @@ struct Holders {
     lowest = __reduce_min_sync(ALL_LANES, lowest);
     if (lowest == ALL_LANES) return false;
     rank = i32(lowest);
-    u32 found = 0;
-#pragma unroll
-    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i)
-      if (ranks[i] == rank) found = u32(slots[i]) + 1;
-    // A rank is named once per token, so one lane has found it.
-    slot = i32(__reduce_max_sync(ALL_LANES, found)) - 1;
+    slot = slot_at(lowest);
     return true;
   }
 };

@@ -34,9 +34,22 @@ __device__ __forceinline__ void combine_small(const CombineParams& p) {
   await_previous_kernel();
   next_kernel_may_come();
 
-  bool failed;
-  const Round round = begin_round(PHASE_COMBINE, mine + p.round_state_offset, p.host_words, &verdict, failed);
+  // Everything that needs no round is read before the round is.
   const ActiveRanks active{mine + p.rank_mask_offset};
+  const u32 next_rank = (p.ep_rank + 1) % EP_SIZE, first = blockIdx.y - 1;
+  u64 low = 0, high = 0;
+  RowValidity validity;
+  Holders holders;
+  if (blockIdx.y > 0) {
+    if (EP_SIZE > 1 && first < tokens) {
+      load_part(payload + (u64(next_rank) * tokens + first) * row_bytes, row_bytes, first_part, low, high);
+      validity.load(p, next_rank, first);
+    }
+    if (first < p.num_tokens) holders.load(p, first);
+  }
+  u8* const state = mine + p.round_state_offset;
+  bool failed;
+  const Round round = begin_round(load_round(state), PHASE_COMBINE, state, p.host_words, &verdict, failed);
   if (failed) {
     void_combine(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
     return;
@@ -49,33 +62,37 @@ __device__ __forceinline__ void combine_small(const CombineParams& p) {
         if (active.has(rank)) check_header(p, round, rank, num_flags);
     }
   } else {
-    for (u32 row = blockIdx.y - 1; row < tokens; row += gridDim.y - 1) {
+    for (u32 row = first; row < tokens; row += gridDim.y - 1) {
       for (u32 i = 1; i < EP_SIZE; ++i) {
         const u32 src_rank = (p.ep_rank + i) % EP_SIZE;
         if (!active.has(src_rank)) continue;
-        const bool valid = row_is_valid(p, round, src_rank, row);
+        const bool ahead = row == first && i == 1;
+        if (!ahead) validity.load(p, src_rank, row);
+        const bool valid = validity.of(round, row);
         const u8* const from = payload + (u64(src_rank) * tokens + row) * row_bytes;
         for (u32 part = first_part; part < num_lines * 8; part += parts) {
-          u64 low, high;
-          load_part(from, row_bytes, part, low, high);
+          if (!ahead || part != first_part) load_part(from, row_bytes, part, low, high);
           if (part % 8 == 7) high = u64(round.number) << 32;
           if (valid) store_line_part(combine_line(p, src_rank, p.ep_rank, row, num_lines) + u64(part) * 2, low, high);
         }
       }
     }
     bool fine = true;
-    for (u32 token = blockIdx.y - 1; fine && token < p.num_tokens; token += gridDim.y - 1) {
-      Holders holders;
-      holders.load(p, token);
+    for (u32 token = first; fine && token < p.num_tokens; token += gridDim.y - 1) {
+      if (token != first) holders.load(p, token);
+      const i32 own_slot = holders.slot_at(p.ep_rank);
+      const u8* const own = payload + (u64(p.ep_rank) * tokens + u32(max(own_slot, 0))) * row_bytes;
       for (u32 part = first_part; fine && part - lane < num_lines * 8; part += parts) {
         const bool inside = part < num_lines * 8;
+        // Our own row is read while others' are on the wire, whatever its place in the sum.
+        u64 own_low = 0, own_high = 0;
+        if (inside && own_slot >= 0) load_part(own, row_bytes, part, own_low, own_high);
         float sums[2 * COUNT] = {};
         i32 rank = -1, slot = -1;
         while (fine && holders.next(rank, slot)) {
-          u64 low = 0, high = 0;
-          if (u32(rank) == p.ep_rank) {
-            if (inside) load_part(payload + (u64(p.ep_rank) * tokens + u32(slot)) * row_bytes, row_bytes, part, low, high);
-          } else {
+          low = own_low;
+          high = own_high;
+          if (u32(rank) != p.ep_rank) {
             const u64* const from = combine_line(p, p.ep_rank, u32(rank), u32(slot), num_lines) + u64(part) * 2;
             Patience patience;
             while (true) {
@@ -95,10 +112,10 @@ __device__ __forceinline__ void combine_small(const CombineParams& p) {
         }
         if (!fine || !inside) continue;
         u8* const row = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);
-        const u32 first = (part / 8 * LINE_DATA_BYTES + part % 8 * 16) / size_of(TYPE);
-        if (first < p.row_elements) store_sums<COUNT>(row, first, p.row_elements, sums, p.output_type);
-        if (part % 8 != 7 && first + COUNT < p.row_elements)
-          store_sums<COUNT>(row, first + COUNT, p.row_elements, sums + COUNT, p.output_type);
+        const u32 element = (part / 8 * LINE_DATA_BYTES + part % 8 * 16) / size_of(TYPE);
+        if (element < p.row_elements) store_sums<COUNT>(row, element, p.row_elements, sums, p.output_type);
+        if (part % 8 != 7 && element + COUNT < p.row_elements)
+          store_sums<COUNT>(row, element + COUNT, p.row_elements, sums + COUNT, p.output_type);
       }
     }
   }

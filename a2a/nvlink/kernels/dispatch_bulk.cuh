@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
   next_kernel_may_come();
 
   bool failed;
-  const Round round = begin_round(PHASE_DISPATCH, mine + p.round_state_offset, p.host_words, &verdict, failed);
+  u8* const state = mine + p.round_state_offset;
+  const Round round = begin_round(load_round(state), PHASE_DISPATCH, state, p.host_words, &verdict, failed);
   const RankSet active = active_ranks(mine + p.rank_mask_offset);
   if (failed) {
     void_dispatch(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
@@ -104,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
   if (warp < pushers) {
     // Neighbouring words on different CTAs: the first rows can leave while later tokens are still being routed.
     const u32 self = warp * gridDim.x + blockIdx.x, step = pushers * gridDim.x;
-    for (u32 word = self; word < words; word += step) route_word(p, round, active, word);
+    for (u32 word = self; word < words; word += step)
+      publish_bits(p, round, active, word, word_ranks(p, active, word));
     bool fine = true;
     for (u32 word = self; fine && word < words; word += step) {
       fine = write_tables(p, round, active, word, bases + warp * EP_SIZE);

@@ -31,8 +31,7 @@ __device__ __forceinline__ bool check_headers(const DispatchParams& p, const Rou
     if (RANK_MASK && !active.has(rank)) continue;
     const u64* const header = header_of(mine, p.dispatch_header_offset, round.parity, rank);
     u32 tokens = p.runtime_max_tokens_per_rank, digest = p.digest;
-    fine &= await_word(round, header + 0, SIGNAL_HEADER, rank, tokens);
-    fine &= await_word(round, header + 1, SIGNAL_HEADER, rank, digest);
+    fine &= await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest);
     if (!fine) continue;
     if (tokens != p.runtime_max_tokens_per_rank) {
       record_failure(round, KIND_MISMATCH_MAX_TOKENS, SIGNAL_HEADER, rank, tokens, p.runtime_max_tokens_per_rank, 0);

@@ -18,21 +18,43 @@ __device__ __forceinline__ u64* dispatch_line(const DispatchParams& p, u32 rank,
   return reinterpret_cast<u64*>(p.workspace + rank * p.stride + p.dispatch_landing_offset + row * LINE_BYTES);
 }
 
-// What the grid's row 0 does. Words first: every receiver's copying waits for them.
+// The two pieces of a token that part `part` of its lines carries; the last part of a line has room for one.
+__device__ __forceinline__ void load_part(const DispatchParams& p, u32 token, u32 part, u64& low, u64& high) {
+  u64 pieces[2] = {0, 0};
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    if (half == 1 && part % 8 == 7) continue;
+    u32 within;
+    const u32 payload = payload_at(p, part / 8 * LINE_DATA_BYTES + part % 8 * 16 + half * 8, within);
+    if (payload >= p.num_payloads) continue;
+    const u32 row_bytes = p.payload_bytes[payload];
+    const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
+    pieces[half] = load_piece(row, row_bytes, within);
+  }
+  low = pieces[0];
+  high = pieces[1];
+}
+
+// What the grid's row 0 does. Words first: every receiver's copying waits for them. What a warp does besides is spread
+// from the last warp down, so that few do two things one after the other. `ranks`: of the warp's first word.
 __device__ __forceinline__ void route_and_count(const DispatchParams& p, const Round& round, const RankSet& active,
-                                                u32* bases) {
+                                                RankSet ranks, u32* bases) {
   const u32 warps = blockDim.x / 32, warp = blockIdx.x * warps + threadIdx.x / 32, step = gridDim.x * warps;
   const u32 words = (p.runtime_max_tokens_per_rank + 31) / 32;
-  for (u32 word = warp; word < words; word += step) route_word(p, round, active, word);
+  for (u32 word = warp; word < words; word += step) {
+    if (word != warp) ranks = word_ranks(p, active, word);
+    publish_bits(p, round, active, word, ranks);
+  }
   if (warp == step - 1) send_headers(p, round, active, 0);
   send_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
   for (u32 word = warp; word < words; word += step)
     if (!write_tables(p, round, active, word, bases + threadIdx.x / 32 * EP_SIZE)) return;
-  for (u32 rank = warp; rank < EP_SIZE; rank += step) {
-    count_sent(p, round, active, rank);
-    count_received(p, round, active, rank);
+  // Task 0 checks headers, 1.. count what came from each rank, the rest what went to each.
+  for (u32 task = step - 1 - warp; task < 1 + 2 * EP_SIZE; task += step) {
+    if (task == 0) check_headers(p, round, active);
+    else if (task <= EP_SIZE) count_received(p, round, active, task - 1);
+    else count_sent(p, round, active, task - 1 - EP_SIZE);
   }
-  if (warp == step - 1) check_headers(p, round, active);
   receive_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
@@ -113,18 +135,37 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) dispatch_small(const _
   await_previous_kernel();
   next_kernel_may_come();
 
-  bool failed;
   const u32 tokens = p.runtime_max_tokens_per_rank;
-  const Round round =
-      begin_round(PHASE_DISPATCH, mine + p.round_state_offset, p.host_words, &verdict, failed);
-  const RankSet active = active_ranks(mine + p.rank_mask_offset);
+  const u32 first_part = blockIdx.x * blockDim.x + threadIdx.x, parts = gridDim.x * blockDim.x;
   const u32 num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
+  const RankSet active = active_ranks(mine + p.rank_mask_offset);
+  RankSet ranks;
+  ranks.clear();
+  TokenIds ids;
+  u64 low = 0, high = 0;
+  u8* const state = mine + p.round_state_offset;
+  RoundWords round_words;
+  if (blockIdx.y == 0) {
+    round_words = load_round(state);
+    if (first_part / 32 * 32 < tokens) ranks = word_ranks(p, active, first_part / 32);
+  } else {
+    // The first token's bytes and ids first: they take longest to come.
+    if (blockIdx.y - 1 < p.num_tokens) {
+#if !WIRE_FORMAT
+      if (first_part < num_lines * 8) load_part(p, blockIdx.y - 1, first_part, low, high);
+#endif
+      ids.load(p, blockIdx.y - 1);
+    }
+    round_words = load_round(state);
+  }
+  bool failed;
+  const Round round = begin_round(round_words, PHASE_DISPATCH, state, p.host_words, &verdict, failed);
   if (failed) {
     void_dispatch(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
     return;
   }
   if (blockIdx.y == 0) {
-    route_and_count(p, round, active, bases);
+    route_and_count(p, round, active, ranks, bases);
   } else {
     for (u32 token = blockIdx.y - 1; token < p.num_tokens; token += gridDim.y - 1) {
 #if WIRE_FORMAT
@@ -132,34 +173,29 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) dispatch_small(const _
       quantize_image(p, token, image);
       __syncthreads();
 #endif
-      const RankSet ranks = token_ranks(p, active, token);
-      for (u32 part = blockIdx.x * blockDim.x + threadIdx.x; part < num_lines * 8; part += gridDim.x * blockDim.x) {
-        u64 halves[2] = {0, u64(round.number) << 32};
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-          if (half == 1 && lane % 8 == 7) continue;
-          const u32 at = part / 8 * LINE_DATA_BYTES + part % 8 * 16 + half * 8;
+      const bool ahead = token == blockIdx.y - 1;
+      if (!ahead) ids.load(p, token);
+      for (u32 part = first_part; part - lane < num_lines * 8; part += parts) {
+        if (part < num_lines * 8) {
 #if WIRE_FORMAT
-          halves[half] = at < image_bytes(p) ? image[at / 8] : 0;
+          const u32 at = part / 8 * LINE_DATA_BYTES + part % 8 * 16;
+          low = at < image_bytes(p) ? image[at / 8] : 0;
+          high = at + 8 < image_bytes(p) ? image[at / 8 + 1] : 0;
 #else
-          u32 within;
-          const u32 payload = payload_at(p, at, within);
-          halves[half] = 0;
-          if (payload < p.num_payloads) {
-            const u32 row_bytes = p.payload_bytes[payload];
-            const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
-            halves[half] = load_piece(row, row_bytes, within);
-          }
+          if (!ahead || part != first_part) load_part(p, token, part, low, high);
 #endif
+          if (part % 8 == 7) high = u64(round.number) << 32;
         }
+        if (part == first_part) ranks = ids.ranks(p, active);
+        if (part >= num_lines * 8) continue;
 #pragma unroll
         for (u32 i = 0; i < RANK_WORDS; ++i) {
           u32 left = ranks.words[i];
           while (left) {
             const u32 dst_rank = i * 32 + __ffs(left) - 1;
             left &= left - 1;
-            store_line_part(dispatch_line(p, dst_rank, round.parity, p.ep_rank, token, num_lines) + u64(part) * 2,
-                            halves[0], halves[1]);
+            store_line_part(dispatch_line(p, dst_rank, round.parity, p.ep_rank, token, num_lines) + u64(part) * 2, low,
+                            high);
           }
         }
       }

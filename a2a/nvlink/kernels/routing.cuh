@@ -50,27 +50,48 @@ __device__ __forceinline__ i32 owner(i64 id, const i32* placement) {
   return expert < split ? expert / (base + 1) : larger + (expert - split) / base;
 }
 
-// The rank of pick `pick` of token `token`, -1 if it goes nowhere.
-__device__ __forceinline__ i32 pick_rank(const DispatchParams& p, const RankSet& active, u32 token, u32 pick) {
+__device__ __forceinline__ i64 load_id(const DispatchParams& p, u32 token, u32 pick) {
   const u64 at = u64(token) * TOP_K + pick;
-  const i64 id = p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.topk_ids)[at]
-                                 : i64(reinterpret_cast<const i32*>(p.topk_ids)[at]);
+  return p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.topk_ids)[at]
+                         : i64(reinterpret_cast<const i32*>(p.topk_ids)[at]);
+}
+
+// The rank of a pick, -1 if it goes nowhere.
+__device__ __forceinline__ i32 rank_of(const DispatchParams& p, const RankSet& active, i64 id) {
   const i32 rank = owner(id, reinterpret_cast<const i32*>(p.placement));
   return !RANK_MASK || rank < 0 || active.has(rank) ? rank : -1;
 }
 
-// The ranks of one token, found by a warp together; the same in all lanes.
-__device__ __forceinline__ RankSet token_ranks(const DispatchParams& p, const RankSet& active, u32 token) {
-  RankSet ranks;
-  ranks.clear();
-  for (u32 pick = threadIdx.x % 32; pick < TOP_K; pick += 32) {
-    const i32 rank = pick_rank(p, active, token, pick);
-    if (rank >= 0) ranks.add(rank);
-  }
-#pragma unroll
-  for (u32 i = 0; i < RANK_WORDS; ++i) ranks.words[i] = __reduce_or_sync(ALL_LANES, ranks.words[i]);
-  return ranks;
+__device__ __forceinline__ i32 pick_rank(const DispatchParams& p, const RankSet& active, u32 token, u32 pick) {
+  return rank_of(p, active, load_id(p, token, pick));
 }
+
+// The ids of one token, spread over the lanes of a warp.
+struct TokenIds {
+  i64 ids[(TOP_K + 31) / 32];
+
+  __device__ __forceinline__ void load(const DispatchParams& p, u32 token) {
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
+      const u32 pick = i * 32 + threadIdx.x % 32;
+      ids[i] = pick < TOP_K ? load_id(p, token, pick) : -1;
+    }
+  }
+
+  // The same in all lanes.
+  __device__ __forceinline__ RankSet ranks(const DispatchParams& p, const RankSet& active) const {
+    RankSet found;
+    found.clear();
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
+      const i32 rank = rank_of(p, active, ids[i]);
+      if (rank >= 0) found.add(rank);
+    }
+#pragma unroll
+    for (u32 i = 0; i < RANK_WORDS; ++i) found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]);
+    return found;
+  }
+};
 
 // Words per rank in the regions sent_bits and valid_bits.
 __device__ __forceinline__ u32 max_words(u32 max_num_tokens) { return (max_num_tokens + 31) / 32; }
@@ -83,10 +104,9 @@ __device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_n
   return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
 }
 
-// Routes 32 tokens, one per lane, and tells every rank and ourselves. Tokens from num_tokens on go nowhere, but are told
-// of too: what a rank sends does not depend on how many tokens it has.
-__device__ __forceinline__ void route_word(const DispatchParams& p, const Round& round, const RankSet& active, u32 word) {
-  const u32 lane = threadIdx.x % 32, token = word * 32 + lane;
+// The ranks of 32 tokens, one token per lane; none for tokens from num_tokens on.
+__device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word) {
+  const u32 token = word * 32 + threadIdx.x % 32;
   RankSet ranks;
   ranks.clear();
   if (token < p.num_tokens) {
@@ -96,6 +116,14 @@ __device__ __forceinline__ void route_word(const DispatchParams& p, const Round&
       if (rank >= 0) ranks.add(rank);
     }
   }
+  return ranks;
+}
+
+// Tells every rank, and ourselves, which of 32 tokens go there, also where none do: what a rank sends does not depend on
+// how many tokens it has.
+__device__ __forceinline__ void publish_bits(const DispatchParams& p, const Round& round, const RankSet& active,
+                                             u32 word, const RankSet& ranks) {
+  const u32 lane = threadIdx.x % 32;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   for (u32 first = 0; first < EP_SIZE; first += 32) {
     u32 bits = 0;

@@ -78,16 +78,29 @@ struct Round {
   }
 };
 
-// Reads which round this is; `failed` when an earlier kernel has. dispatch reads only what combine writes and the other
-// way round, so all CTAs of a kernel read the same, however late they start. Call after await_previous_kernel.
-__device__ __forceinline__ Round begin_round(u32 phase, u8* state, u64 host_words, u32* verdict, bool& failed) {
-  u32 dispatch_round, combine_round, error, padding;
+// What begin_round makes a round of. Read apart from it, so that the reads of a kernel's inputs can stand between the
+// two and all latencies overlap. Call after await_previous_kernel.
+struct RoundWords {
+  u32 dispatch_round, combine_round, error;
+};
+
+__device__ __forceinline__ RoundWords load_round(const u8* state) {
+  RoundWords words;
+  u32 padding;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(dispatch_round), "=r"(combine_round), "=r"(error), "=r"(padding)
+               : "=r"(words.dispatch_round), "=r"(words.combine_round), "=r"(words.error), "=r"(padding)
                : "l"(state));
-  static_cast<void>(padding);
-  const u32 number = phase == PHASE_DISPATCH ? dispatch_round + 1 : combine_round;
-  failed = error != 0;
+  return words;
+}
+
+// Which round this is; `failed` when an earlier kernel has. dispatch reads only what combine writes and the other way
+// round, so all CTAs of a kernel read the same, however late they start.
+__device__ __forceinline__ Round begin_round(RoundWords words, u32 phase, u8* state, u64 host_words, u32* verdict,
+                                             bool& failed) {
+  // Keeps the first use of the words behind everything that is written before this call.
+  asm volatile("" : "+r"(words.dispatch_round), "+r"(words.combine_round), "+r"(words.error));
+  const u32 number = phase == PHASE_DISPATCH ? words.dispatch_round + 1 : words.combine_round;
+  failed = words.error != 0;
   return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
 }
 
@@ -170,6 +183,20 @@ __device__ __forceinline__ bool await_word(const Round& round, const u64* from, 
     value = u32(seen);
     if (u32(seen >> 32) == round.number) return true;
     if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;
+  }
+}
+
+// Two words that lie side by side, looked at together; each carries its own round.
+__device__ __forceinline__ bool await_two_words(const Round& round, const u64* from, u32 signal, u32 peer, u32& first,
+                                                u32& second) {
+  Patience patience;
+  while (true) {
+    u64 low, high;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from));
+    first = u32(low);
+    second = u32(high);
+    if (u32(low >> 32) == round.number && u32(high >> 32) == round.number) return true;
+    if (give_up(round, patience, signal, peer, u32(low >> 32))) return false;
   }
 }
 
