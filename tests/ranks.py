@@ -20,7 +20,8 @@ A test takes the fixture `run_ranks` and gives it a module-level function, the b
   for tests that kill or stop ranks; under a launcher such a test is skipped, since it is not the test that starts them.
 
 Everything a body uses must be importable by name; `assert` in it shows the line, not the values, so put what matters
-into the message. Whether to skip is for the test to decide, not for a body. A test that draws at random must draw the same on every rank of a job: hypothesis is made to here.
+into the message. Whether to skip is for the test to decide, not for a body. A test that draws at random must draw the
+same on every rank of a job: hypothesis is made to here.
 """
 
 from __future__ import annotations

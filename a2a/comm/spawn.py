@@ -248,7 +248,7 @@ class _Job:
         if receiving.closed or not receiving.poll():
             return
         try:
-            ok, content = receiving.recv()
+            ok, content, notes = receiving.recv()
         except EOFError:
             receiving.close()
             return
@@ -256,6 +256,8 @@ class _Job:
         if ok:
             outcome.result = content
         else:
+            # Not every error's own pickle carries its notes.
+            content.__notes__ = notes
             outcome.error = content
 
     def _read_lines(self, rank: int) -> None:
@@ -362,21 +364,19 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
-def _packed(ok: bool, content: Any) -> bytes:
-    return pickle.dumps((ok, content))
+def _packed(ok: bool, content: Any, notes: Sequence[str] = ()) -> bytes:
+    return pickle.dumps((ok, content, list(notes)))
 
 
 def _packed_error(error: BaseException) -> bytes:
-    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    notes = [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error)).rstrip()]
     try:
-        message = _packed(False, error)
+        message = _packed(False, error, notes)
         pickle.loads(message)
     except Exception:
         # An error that does not survive pickling is told by its text.
         stand_in = RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
-        for note in getattr(error, "__notes__", []):
-            stand_in.add_note(note)
-        message = _packed(False, stand_in)
+        message = _packed(False, stand_in, notes)
     return message
 
 

@@ -200,7 +200,10 @@ def split(comm: Comm, color: int, key: int, *, timeout_s: float) -> Comm:
     address, port, session = meetings[ranks[0]]
     if store is None:
         store = _connect(address, port, Deadline(timeout_s, rank), rank)
-    return StoreComm(store, f"{_ROOT_KEY}/{session}", ranks.index(rank), len(ranks), server=0, timeout_s=timeout_s)
+    part = StoreComm(store, f"{_ROOT_KEY}/{session}", ranks.index(rank), len(ranks), server=0, timeout_s=timeout_s)
+    # The rank that serves may let go of the group at once, so all are connected before it gets it.
+    part.barrier()
+    return part
 
 
 def _put(store: Any, key: str, value: bytes) -> None:

@@ -59,7 +59,9 @@ RANK_5_OF_8 = {
     "mpirun in a Slurm batch shell": ({**BATCH_SHELL, **MPICH}, "mpich", 1, 4),
     "mpirun whose daemons are Slurm tasks": ({**SLURM_AGENTS, **MPICH}, "mpich", 1, 4),
     "Slurm and an exported WORLD_SIZE": ({**SLURM, **MASTER, "WORLD_SIZE": "8"}, "slurm", 1, None),
-    "empty values count as unset": ({**SLURM, **MASTER, "RANK": "", "WORLD_SIZE": "", "PMI_RANK": " "}, "slurm", 1, None),
+    "empty values count as unset": (
+        {**SLURM, **MASTER, "RANK": "", "WORLD_SIZE": "", "PMI_RANK": " "}, "slurm", 1, None,
+    ),
 }
 
 

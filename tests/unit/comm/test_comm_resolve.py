@@ -114,7 +114,7 @@ def test_group_of_one():
 
 
 def test_nobody_started_this():
-    with pytest.raises(ConfigError, match="torchrun.*Slurm"):
+    with pytest.raises(ConfigError, match=r"torchrun.*Slurm"):
         resolve(None, timeout_s=1, environ={})
     with pytest.raises(ConfigError, match="batch script"):
         resolve(None, timeout_s=1, environ={"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
