@@ -28,10 +28,10 @@ from a2a.agreement import (
 )
 from a2a.arguments import Arguments, describe
 from a2a.comm import resolve
-from a2a.config import ExchangeConfig, low_precision_bytes_per_token
+from a2a.config import ExchangeConfig
 from a2a.env import Env
 from a2a.errors import A2AError, ConfigError, ShapeError, StateError
-from a2a.layout import WorkspaceLayout
+from a2a.layout import WorkspaceLayout, combine_row_bytes
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout, swizzle_scales
 from a2a.transport import (
@@ -357,10 +357,9 @@ class RoundContext:
             self._check_same_rows(runtime_max_tokens_per_rank)
             blocks = shared.arguments.blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
             width, rows = blocks.shape[2], this.num_tokens
-            wire_bytes = (
-                low_precision_bytes_per_token(width) if use_low_precision else width * blocks.dtype.itemsize
+            shared.arguments.check_combine_width(
+                combine_row_bytes(width, blocks.dtype, use_low_precision), width, blocks.dtype
             )
-            shared.arguments.check_combine_width(wire_bytes, width, blocks.dtype)
             if payload_in_workspace:
                 self._check_in_workspace(blocks)
             quantize, out_width, out_dtype = shared.arguments.output(

@@ -21,6 +21,11 @@ class A2AError(Exception):
 
     reporter: int | None = None
 
+    def __post_init__(self) -> None:
+        # Plain data from the start: the error then reads the same on the ranks that are told of it.
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _plain(getattr(self, field.name)))
+
     def story(self) -> str:
         """One sentence: who, what, got, wanted, what to change."""
         raise NotImplementedError
@@ -37,7 +42,7 @@ class A2AError(Exception):
         """Plain data (JSON types) from which `from_facts` builds an equal error on another rank."""
         facts: dict[str, Any] = {"kind": type(self).__name__}
         for field in dataclasses.fields(self):
-            facts[field.name] = _plain(getattr(self, field.name))
+            facts[field.name] = getattr(self, field.name)
         return facts
 
 
@@ -102,6 +107,10 @@ class MismatchError(A2AError):
     values: Mapping[int, object]
     change: str = "pass the same value on every rank"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.values = {int(rank): value for rank, value in self.values.items()}
+
     def story(self) -> str:
         listed = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(self.values.items()))
         return _sentence(None, f"ranks disagree on {self.what}: {listed}", self.change)
@@ -165,8 +174,6 @@ def from_facts(facts: Mapping[str, Any], reporter: int | None = None) -> A2AErro
     """The error that `to_facts` described; `reporter` is set if given and not already known."""
     fields = dict(facts)
     kind = _KINDS[fields.pop("kind")]
-    if kind is MismatchError:
-        fields["values"] = {int(rank): value for rank, value in fields["values"].items()}
     if fields["reporter"] is None:
         fields["reporter"] = reporter
     return kind(**fields)

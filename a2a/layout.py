@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from a2a.config import MAX_PAYLOADS, ExchangeConfig
+import torch
+
+from a2a.config import MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
 from a2a.errors import ShapeError
 
 ALIGNMENT: Final = 128
@@ -20,6 +22,19 @@ ALIGNMENT: Final = 128
 def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """The smallest multiple of `alignment` that is at least `num_bytes`."""
     return -(-num_bytes // alignment) * alignment
+
+
+def combine_row_bytes(width: int, dtype: torch.dtype, low_precision: bool) -> int:
+    """Distance between rows of the combine area, in bytes.
+
+    Args:
+        width: elements of a row.
+        dtype: of the payload.
+        low_precision: rows lie there as e4m3 with their scales behind them; e4m3 payloads have no scales.
+    """
+    if low_precision and dtype != torch.float8_e4m3fn:
+        return low_precision_bytes_per_token(width)
+    return width * dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh, host_identity
-from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig, low_precision_bytes_per_token
+from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
 from a2a.errors import MismatchError, from_facts
 from a2a.host.loops import Route, fastest
 from a2a.host.memory import shared_workspaces
-from a2a.layout import WorkspaceLayout
+from a2a.layout import WorkspaceLayout, combine_row_bytes
 from a2a.placement import Placement
 from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
 from a2a.transport import CombineCall, DispatchCall, Transport
@@ -229,7 +229,7 @@ class HostTransport(Transport):
         if call.payload_in_workspace and not call.low_precision:
             return
         width = call.payload.shape[2]
-        row_bytes = _combine_row_bytes(call)
+        row_bytes = combine_row_bytes(width, call.payload.dtype, call.low_precision)
         area = self._combine_rows(call, self.rank, row_bytes)
         quantise = call.low_precision and call.payload.dtype != torch.float8_e4m3fn
         if not quantise:
@@ -263,7 +263,8 @@ class HostTransport(Transport):
         self._loops.sum_rows(self._memory.view(call.payload.dtype), base, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
-        width, row_bytes = call.payload.shape[2], _combine_row_bytes(call)
+        width = call.payload.shape[2]
+        row_bytes = combine_row_bytes(width, call.payload.dtype, call.low_precision)
         rows_at_once = max(1, _LOW_PRECISION_CHUNK // max(width, 1))
         blocks = [self._combine_rows(call, rank, row_bytes)[self.rank] for rank in self._everyone]
         for start in range(0, call.num_tokens, rows_at_once):
@@ -377,18 +378,13 @@ def _wire_rows(call: DispatchCall) -> list[Tensor]:
         rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
         if scales is not None:
             rows[1] = scales
-    # No rows, or rows of one element, count as contiguous with any stride there; a view of another element size does not
+    # No rows, or rows of one element, count as contiguous with any stride; a view of another element size does not
     # accept that.
     return [
         each.contiguous().as_strided(each.shape, (each.shape[1], 1)).view(torch.uint8)
         for each in rows
         if each is not None
     ]
-
-
-def _combine_row_bytes(call: CombineCall) -> int:
-    width = call.payload.shape[2]
-    return low_precision_bytes_per_token(width) if call.low_precision else width * call.payload.dtype.itemsize
 
 
 def _quantize_output(call: CombineCall, sums: Tensor) -> None:
