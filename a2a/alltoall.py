@@ -485,6 +485,7 @@ class RoundContext:
     def _decline(self, phase: str, error: A2AError) -> None:
         if phase == "dispatch":
             self._round_number += 1
+            self._attempt = 0
         else:
             self._attempt += 1
         self._shared.transport.decline(phase, self._index, self._round_number, self._attempt, error.to_facts())

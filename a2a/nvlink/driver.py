@@ -48,8 +48,9 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
 def on_device(device: torch.device) -> Iterator[None]:
     """Make `device` and its primary context current, and restore what was current before."""
     with torch.cuda.device(device):
-        # torch makes the context current lazily; driver calls need it now.
-        torch.cuda.current_stream(device).query()
+        if not int(checked("cuCtxGetCurrent", cu.cuCtxGetCurrent())):
+            # torch makes the context current lazily; driver calls need it now.
+            torch.cuda.synchronize(device)
         yield
 
 

@@ -104,12 +104,12 @@ class Exchange:
             words.first_round = 1
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
-        self._prepared: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
         self._load_dispatch(None, config.top_k)
         if config.wire_format in WIRE_FORMATS:
             self._load_dispatch(config.wire_format, config.top_k)
-        self._load_combine()
+        self._load_combine(config.top_k)
 
     # ---- the two verbs ---------------------------------------------------------------------------------------------
 
@@ -118,6 +118,7 @@ class Exchange:
         most = call.runtime_max_tokens_per_rank
         small = most <= self._small_max
         n, top_k = call.topk_ids.shape
+        self._top_k[call.context] = top_k
         wire = call.quantize.wire_format.name if call.quantize is not None else None
         kernel = self._dispatch_kernel("dispatch_small" if small else "dispatch_bulk", wire, top_k)
         stream = self._enter(call.stream)
@@ -182,7 +183,11 @@ class Exchange:
         small = most <= self._small_max
         payload = call.payload
         name = ("combine_small_" if small else "combine_bulk_") + _TYPES[payload.dtype]
-        kernel = self._kernels["combine", name]
+        # The tables that dispatch wrote have as many columns as its tokens had picks.
+        key = ("combine", name, self._top_k[call.context])
+        if key not in self._kernels:
+            self._load_combine(self._top_k[call.context])
+        kernel = self._kernels[key]
         stream = self._enter(call.stream)
         params = kernel.parameters
         self._offsets(params, _COMBINE_OFFSETS, kernel, call.context)
@@ -267,12 +272,13 @@ class Exchange:
             self._constants(params)
             self._kernels["dispatch", name, wire, top_k] = kernel
 
-    def _load_combine(self) -> None:
-        library = self._library("combine.cu", defines(self._config, placement_table=self._needs_table))
+    def _load_combine(self, top_k: int) -> None:
+        config = dataclasses.replace(self._config, top_k=top_k)
+        library = self._library("combine.cu", defines(config, placement_table=self._needs_table))
         for name in (f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in OUTPUT_TYPES):
             kernel = library.kernel(name, CombineParams)
             self._constants(kernel.parameters)
-            self._kernels["combine", name] = kernel
+            self._kernels["combine", name, top_k] = kernel
 
     def _library(self, file: str, constants: dict[str, int]) -> Library:
         major, minor = torch.cuda.get_device_capability(self.device)

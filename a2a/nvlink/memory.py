@@ -129,7 +129,8 @@ class SymmetricMemory:
             stream.synchronize()
             comm.barrier()
             came = words[self.rank].tolist()
-            seen = words[:, self.rank].tolist()
+            # One by one: a copy of a column would leave a block in torch's cache for this stream.
+            seen = [int(words[peer, self.rank]) for peer in range(self.size)]
             reasons = [
                 f"what rank {peer} wrote to the memory of rank {self.rank} is not there"
                 for peer in range(self.size)

@@ -82,8 +82,8 @@ def test_no_host_synchronisation_and_capture(name):
 
     def everything():
         data, scales = form.quantize(x, global_scale=g)
-        laid_out = None if scales is None or scales.dtype.itemsize > 1 else swizzle_scales(
-            scales, ScaleLayout.SWIZZLED_128X4
+        laid_out = (
+            None if scales is None or scales.dtype.itemsize > 1 else swizzle_scales(scales, ScaleLayout.SWIZZLED_128X4)
         )
         return form.dequantize(data, scales, global_scale=g), laid_out, *unpack_topk(pack_topk(ids, weights))
 
