@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from a2a import env
 from a2a.errors import CompileError
 
 KERNELS: Final = Path(__file__).with_name("kernels")
+_INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
@@ -79,11 +81,20 @@ def compiler_version() -> str:
 
 def _key(source: str, defines: Mapping[str, int | str], arch: str, include_path: Path) -> str:
     digest = hashlib.sha256()
-    headers = [(header.name, header.read_text()) for header in sorted(include_path.glob("*.cuh"))]
-    for part in (source, sorted((name, str(value)) for name, value in defines.items()), arch, headers):
-        digest.update(repr(part).encode() + b"\0")
-    digest.update(compiler_version().encode())
+    texts = _included(source, include_path, {})
+    parts = (source, sorted((name, str(value)) for name, value in defines.items()), arch, sorted(texts.items()))
+    digest.update(repr((*parts, compiler_version())).encode())
     return digest.hexdigest()
+
+
+def _included(source: str, directory: Path, found: dict[str, str]) -> dict[str, str]:
+    """Texts of all files that a source includes, by path, whether or not a macro leaves some out."""
+    for name in _INCLUDE.findall(source):
+        path = (directory / name).resolve()
+        if str(path) not in found and path.is_file():
+            found[str(path)] = path.read_text()
+            _included(found[str(path)], path.parent, found)
+    return found
 
 
 def _compile(

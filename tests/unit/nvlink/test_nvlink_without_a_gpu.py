@@ -97,9 +97,11 @@ def test_a_header_is_part_of_the_key(source: Path) -> None:
     from a2a.nvlink.compile import compile_kernel
 
     (source / "fill.cu").write_text('#include "value.cuh"\n' + SOURCE)
+    (source / "value.cuh").write_text('#include "deep/value.cuh"\n')
+    (source / "deep").mkdir()
     results = []
     for value in (1, 2):
-        (source / "value.cuh").write_text(f"#define VALUE {value}\n")
+        (source / "deep" / "value.cuh").write_text(f"#define VALUE {value}\n")
         results.append(compile_kernel("fill.cu", {}, "sm_90", include_path=source, cache=source / "cache")[0])
     assert results[0] != results[1]
 
