@@ -40,11 +40,9 @@ def _quantize(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Te
         some = x[part].contiguous()
         amax = amax_bits(some, BLOCK, work).view(torch.float32)
         decoded = e4m3.encode(amax.mul_(scale).div_(largest).clamp_(min=0.0), scales[part]).float()
-        zero = decoded == 0
-        factor = torch.div(scale, decoded).masked_fill_(zero, 0.0)
-        work.copy_(some).view(blocks).mul_(factor.unsqueeze(-1))
-        # The product with 0 left the sign of small negative elements.
-        zero_or_one = zero.logical_not_().view(torch.uint8).unsqueeze(-1)
+        work.copy_(some).view(blocks).mul_(torch.div(scale, decoded).unsqueeze(-1))
+        # Where the scale is 0 the factor was infinite; those codes are 0 by rule. (A NaN is not 0.)
+        zero_or_one = (decoded != 0).view(torch.uint8).unsqueeze(-1)
         e2m1.encode(work, first, second, data[part]).view(-1, width // BLOCK, BLOCK // 2).mul_(zero_or_one)
     return data, scales
 

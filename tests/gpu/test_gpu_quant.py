@@ -7,7 +7,7 @@ import torch
 
 from a2a.quant import WIRE_FORMATS, ScaleLayout, pack_topk, swizzle_scales, unpack_topk, unswizzle_scales
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu(1)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -92,6 +92,24 @@ def test_nvfp4_scale_boundaries():
     assert nvfp4(x) == expected_nvfp4(x)
 
 
+@pytest.mark.parametrize("g", [0.37, 1.9, 417.3])
+def test_nvfp4_order_of_multiplication_and_division(g):
+    """amax where g * amax / 6 meets a midpoint of e4m3, elements where x * (g / sf) meets one of e2m1."""
+    exact = oracle.magnitude(oracle.bits_of(torch.tensor([[g]]))[0][0])
+    values = [oracle.value_of_e4m3(code) for code in range(8, 0x7F)]
+    rows = []
+    for middle in [(a + b) / 2 for a, b in itertools.pairwise(values)]:
+        for step in (-1, 0, 1):
+            amax = oracle.f32_bits(oracle.f32(6 * middle / exact)) + step
+            (scale, _) = oracle.nvfp4_block([amax], exact)
+            factor = oracle.f32(exact / oracle.value_of_e4m3(scale))
+            middles = [oracle.Fraction(m) for m in ("0.25", "0.75", "1.25", "1.75", "2.5", "3.5", "5")]
+            elements = [oracle.f32_bits(oracle.f32(m / factor)) for m in middles]
+            rows.append([amax, *elements, *(b + (step or 2) | 1 << 31 for b in elements), 0])
+    x = oracle.from_bits(rows)
+    assert nvfp4(x, g) == expected_nvfp4(x, g)
+
+
 def test_nvfp4_scale_zero_means_codes_zero():
     x = torch.full((1, 16), -(2.0**-12))
     assert nvfp4(x) == ([[0] * 8], [[0]])
