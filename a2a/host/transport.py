@@ -90,7 +90,7 @@ class HostTransport(Transport):
         self._loops = fastest()
         for context in range(config.num_contexts):
             if config.enable_rank_mask:
-                self._set_all_active(context)
+                self._set_active(context, self._everyone)
         # Nobody writes before everybody's memory and mask are ready.
         comm.barrier()
 
@@ -301,7 +301,7 @@ class HostTransport(Transport):
         self._routes.clear()
         if self._config.enable_rank_mask:
             for context in range(self._config.num_contexts):
-                self._set_all_active(context)
+                self._set_active(context, [rank for rank in self._everyone if rank not in self._mesh.lost])
 
     def close(self) -> None:
         self._mesh.close()
@@ -364,9 +364,10 @@ class HostTransport(Transport):
         region = self._layout.region("rank_mask", context)
         return self.workspace[self.rank, region.offset_bytes : region.end_bytes].view(torch.uint64)
 
-    def _set_all_active(self, context: int) -> None:
-        ep = self._config.ep_size
-        words = [(1 << min(64, ep - start)) - 1 for start in range(0, ep, 64)]
+    def _set_active(self, context: int, ranks: Sequence[int]) -> None:
+        words = [0] * -(-self._config.ep_size // 64)
+        for rank in ranks:
+            words[rank // 64] |= 1 << rank % 64
         self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
 
 
