@@ -771,6 +771,10 @@ class MoeAlltoAll(RoundContext):
         """Name of the transport in use."""
         return self._choice.name
 
+    def regime(self, runtime_max_tokens_per_rank: int) -> str:
+        """Name of the way in which the transport moves rounds of that size."""
+        return self._shared.transport.regime(runtime_max_tokens_per_rank)
+
     @property
     def transport_choice(self) -> Choice:
         """What was chosen and why."""

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     bench.add_argument(
         "--peer", action="append", metavar="NAME",
-        help="also time another implementation: torch-a2a, ag-rs, mpi, memcpy (the limit); may be repeated",
+        help="also time another implementation: torch-a2a, ag-rs, mpi, memcpy or copy (limits); may be repeated",
     )  # fmt: skip
     bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default), token")
     bench.add_argument("--payload-in-workspace", type=_switches, default=(True,), metavar="yes|no",
@@ -322,7 +322,7 @@ def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
         peers=tuple(dict.fromkeys(options.peer or plan.peers)),
         rounds=options.rounds or plan.rounds,
         transport=options.transport,
-        mode="eager",
+        modes=options.mode,
         seed=options.seed,
         num_sms=options.num_sms,
         rounds_per_graph=options.rounds_per_graph,
@@ -334,13 +334,25 @@ def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
         if order not in ROW_ORDERS:
             raise ConfigError(what="row-order", got=order, wanted="one of " + ", ".join(ROW_ORDERS))
     for mode in options.mode:
-        if mode == "graph":
-            raise Unsupported(transport="host", reasons=("--mode graph: there are no graphs without GPUs",))
-        if mode != "eager":
+        if mode not in ("eager", "graph"):
             raise ConfigError(what="mode", got=mode, wanted="eager or graph")
-    if options.rounds_per_graph is not None:
-        raise Unsupported(transport="host", reasons=("--rounds-per-graph: there are no graphs without GPUs",))
+    if options.rounds_per_graph is not None and "graph" not in options.mode:
+        raise ConfigError(what="rounds-per-graph", got=options.rounds_per_graph, wanted="--mode graph beside it")
+    if "graph" in options.mode:
+        _refuse_graphs(options.transport)
     return sweep, options.ranks or plan.ranks
+
+
+def _refuse_graphs(transport: str) -> None:
+    import torch
+
+    reasons = []
+    if transport == "host":
+        reasons.append("--mode graph: there are no graphs on the host")
+    if not torch.cuda.is_available():
+        reasons.append("--mode graph: there are no graphs without GPUs")
+    if reasons:
+        raise Unsupported(transport=transport, reasons=tuple(reasons))
 
 
 def _refuse_transport(name: str) -> None:
@@ -495,7 +507,7 @@ def _bench_rank(sweep: Sweep, comm: Any, json: str | None, launcher: str, thread
                 "payload_in_workspace": list(sweep.payloads_in_workspace),
                 "peers": list(sweep.peers),
                 "rounds": sweep.rounds,
-                "mode": sweep.mode,
+                "modes": list(sweep.modes),
                 "seed": sweep.seed,
                 "num_sms": sweep.num_sms,
                 "rounds_per_graph": sweep.rounds_per_graph,

@@ -177,6 +177,10 @@ class Transport(abc.ABC):
     def combine(self, call: CombineCall) -> None:
         """Sum the rows of all ranks into `call.output`."""
 
+    def regime(self, runtime_max_tokens_per_rank: int) -> str:
+        """Which of its ways of moving rows a round of that size takes: "bulk" where there is one for all sizes."""
+        return "bulk"
+
     def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
         """Told after construction and whenever the object's budgets change, for waits that outlive the call.
 

@@ -42,7 +42,7 @@ def pair_counts(topk_ids: Sequence[Tensor], placement: Placement) -> Tensor:
 def destinations(topk_ids: Tensor, placement: Placement) -> Tensor:
     """bool `[n, ep]`: which ranks a token is sent to. Ids outside the table go nowhere."""
     owners = placement.owners(topk_ids)
-    hits = torch.zeros(topk_ids.shape[0], placement.ep_size + 1, dtype=torch.bool)
+    hits = torch.zeros(topk_ids.shape[0], placement.ep_size + 1, dtype=torch.bool, device=owners.device)
     # The column before the first takes the picks that go nowhere.
     return hits.scatter_(1, owners + 1, True)[:, 1:]
 

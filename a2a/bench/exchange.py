@@ -42,14 +42,20 @@ class Exchange(Implementation):
         self._case = case
         self._moe = build(case, comm, "bench")
         self._rows = torch.zeros(0)
-        self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype)
+        self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self._dispatched: Dispatched | None = None
         shape = (case.ep_size, case.max_tokens, case.hidden_size)
-        self._payload = None if case.payload_in_workspace else torch.zeros(shape, dtype=case.row_dtype)
+        self._payload = (
+            None if case.payload_in_workspace else torch.zeros(shape, dtype=case.row_dtype, device=case.device)
+        )
 
     @property
     def transport(self) -> str:
         return str(self._moe.transport)
+
+    @property
+    def regime(self) -> str:
+        return self._moe.regime(self._case.max_tokens)
 
     def load(self, rows: Tensor) -> None:
         self._rows = rows

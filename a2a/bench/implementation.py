@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from a2a.quant import WireFormat, wire_format
 
 Experts = Callable[[Tensor, int], Tensor]
 """Called as `experts(rows, ep_rank)` with `[rows, H]` in bf16; returns as many rows of the same width and dtype."""
+
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Case:
         workload: routing of all ranks.
         transport: as asked for, "auto" or a name.
         num_sms: as asked for; ignored on the host.
+        device: where rows, ids and weights of this rank lie.
     """
 
     ep_rank: int
@@ -53,6 +58,7 @@ class Case:
     workload: Workload
     transport: str = "auto"
     num_sms: int | None = None
+    device: torch.device = _CPU
 
     @property
     def wire_format(self) -> WireFormat:
@@ -67,13 +73,18 @@ class Case:
         """Tokens of this rank."""
         return self.workload.num_tokens[self.ep_rank]
 
-    @property
+    @functools.cached_property
     def topk_ids(self) -> Tensor:
-        return self.workload.topk_ids[self.ep_rank]
+        return self.workload.topk_ids[self.ep_rank].to(self.device)
+
+    @functools.cached_property
+    def topk_weights(self) -> Tensor:
+        return self.workload.topk_weights[self.ep_rank].to(self.device)
 
     @property
-    def topk_weights(self) -> Tensor:
-        return self.workload.topk_weights[self.ep_rank]
+    def on_host(self) -> Case:
+        """The same case with its tensors on the CPU, where expectations are made."""
+        return self if self.device == _CPU else dataclasses.replace(self, device=_CPU)
 
     @property
     def max_tokens(self) -> int:
@@ -139,12 +150,14 @@ class Implementation(abc.ABC):
 
     Attributes:
         name: in the table and on the command line.
+        capturable: its rounds can be captured in a CUDA graph.
         role: "exchange" for what is checked by its results, "limit" for what only moves the bytes.
         limit_of: of a peer, what it stands for in one line.
     """
 
     name: ClassVar[str]
     role: ClassVar[str] = "exchange"
+    capturable: ClassVar[bool] = True
     about: ClassVar[str]
 
     @abc.abstractmethod
@@ -154,6 +167,11 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def transport(self) -> str:
         """What carries the bytes."""
+
+    @property
+    def regime(self) -> str:
+        """Which of its ways of moving rows this case takes: "bulk" where there is one for all sizes."""
+        return "bulk"
 
     @abc.abstractmethod
     def load(self, rows: Tensor) -> None:
@@ -246,8 +264,8 @@ def tensor_difference(name: str, got: Tensor | None, want: Tensor | None) -> str
         return f"{name}: got {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}"
     if got.numel() == 0:
         return ""
-    different = (as_bytes(got) != as_bytes(want)).any(dim=-1).nonzero()
-    if not different.numel():
+    different = (as_bytes(got).cpu() != as_bytes(want).cpu()).any(dim=-1).nonzero()
+    if not different.shape[0]:
         return ""
     return f"{name}: row {tuple(different[0].tolist())} differs, {different.shape[0]} rows in all"
 

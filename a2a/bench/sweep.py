@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from a2a import reference
 from a2a.bench.byte_count import ByteCount, count_bytes, destinations, pair_counts
+from a2a.bench.device_timing import time_eager_rounds, time_replays
 from a2a.bench.exchange import Exchange
 from a2a.bench.implementation import (
     Case,
@@ -39,6 +40,9 @@ from a2a.bench.workload import workload
 from a2a.comm import Comm
 from a2a.config import ModelPreset
 
+GPU_TRANSPORTS: Final = ("nvlink",)
+DEFAULT_ROUNDS_PER_GRAPH: Final = 20
+
 Row = Mapping[str, Any]
 """One row of the report, as the contract's JSON names its fields."""
 
@@ -53,7 +57,7 @@ class Sweep:
         peers: names of other implementations to time beside a2a.
         rounds: timed rounds of each combination.
         transport: asked for, "auto" or a name.
-        mode: "eager"; the only one on the host.
+        modes: "eager", and "graph" on GPUs.
         seed: of routings and rows.
         num_sms: for GPU transports.
         rounds_per_graph: for GPU transports.
@@ -68,7 +72,7 @@ class Sweep:
     peers: tuple[str, ...]
     rounds: int
     transport: str
-    mode: str
+    modes: tuple[str, ...]
     seed: int
     num_sms: int | None
     rounds_per_graph: int | None
@@ -80,9 +84,9 @@ class Sweep:
     @property
     def num_steps(self) -> int:
         """Counted rounds of all implementations and cases, for a progress bar."""
-        return self.num_cases * (1 + len(self.peers)) * self.rounds
+        return self.num_cases * len(self.modes) * (1 + len(self.peers)) * self.rounds
 
-    def cases(self, ep_rank: int, ep_size: int) -> Sequence[Case]:
+    def cases(self, ep_rank: int, ep_size: int, device: torch.device) -> Sequence[Case]:
         """The combinations, in the order in which they are run."""
         preset = self.preset
         made = []
@@ -110,6 +114,7 @@ class Sweep:
                     ),
                     transport=self.transport,
                     num_sms=self.num_sms,
+                    device=device,
                 )
             )
         return made
@@ -128,51 +133,99 @@ def run(sweep: Sweep, comm: Comm, on_round: Callable[[], None]) -> list[Row]:
         comm: the ranks.
         on_round: called after every counted round of this rank.
     """
+    device = _device(sweep, comm)
     group = gloo_group(comm)
 
     def barrier() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         dist.barrier(group)
 
     rows: list[Row] = []
-    for case in sweep.cases(comm.Get_rank(), comm.Get_size()):
+    for case in sweep.cases(comm.Get_rank(), comm.Get_size(), device):
         rows += _run_case(case, sweep, comm, barrier, on_round)
     return rows
+
+
+def _device(sweep: Sweep, comm: Comm) -> torch.device:
+    """Where rows lie: on GPUs, which ranks take in turn, for the transports that move rows between GPUs."""
+    wants_gpus = sweep.transport in GPU_TRANSPORTS or (sweep.transport == "auto" and "graph" in sweep.modes)
+    if not wants_gpus or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", comm.Get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _run_case(
     case: Case, sweep: Sweep, comm: Comm, barrier: Callable[[], None], on_round: Callable[[], None]
 ) -> list[Row]:
     implementations: list[Implementation] = [Exchange(case, comm), *(peer(name)(case, comm) for name in sweep.peers)]
+    rows: list[Row] = []
     try:
-        reasons = [_check(each, case, sweep.seed, barrier) for each in implementations]
-        times = time_rounds(implementations, sweep.rounds, barrier, on_round)
-        # Once more with other rows: what was timed must still be right.
-        for index, each in enumerate(implementations):
-            for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
-                reasons[index][phase] = reasons[index][phase] or reason
-        gathered = comm.allgather((dict(times), reasons, clock_name()))
+        for mode in sweep.modes:
+            # What the host has to steer cannot be captured; it is timed eagerly or not at all.
+            timed = [each for each in implementations if mode == "eager" or each.capturable]
+            rows += _run_mode(mode, timed, case, sweep, comm, barrier, on_round)
     finally:
         for each in implementations:
             each.close()
-    one_clock = len({clock for _, _, clock in gathered}) == 1
+    return rows
+
+
+def _run_mode(
+    mode: str,
+    implementations: Sequence[Implementation],
+    case: Case,
+    sweep: Sweep,
+    comm: Comm,
+    barrier: Callable[[], None],
+    on_round: Callable[[], None],
+) -> list[Row]:
+    reasons = [_check(each, case, sweep.seed, barrier) for each in implementations]
+    wall: Mapping[str, float] = {}
+    if mode == "graph":
+        per_graph = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
+        times, bad_replays = time_replays(implementations, sweep.rounds, per_graph, barrier, on_round)
+        for index, each in enumerate(implementations):
+            reasons[index]["pair"] = reasons[index]["pair"] or bad_replays[each.name]
+    elif case.device.type == "cuda":
+        times, wall = time_eager_rounds(implementations, sweep.rounds, barrier, on_round)
+    else:
+        times = time_rounds(implementations, sweep.rounds, barrier, on_round)
+    # Once more with other rows: what was timed must still be right.
+    for index, each in enumerate(implementations):
+        for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
+            reasons[index][phase] = reasons[index][phase] or reason
+    gathered = comm.allgather((dict(times), reasons, clock_name(), dict(wall)))
+    # Devices count from an event of their own.
+    one_clock = case.device.type == "cpu" and len({clock for _, _, clock, _ in gathered}) == 1
     by_name = {
-        each.name: figures([stamps[each.name] for stamps, _, _ in gathered], one_clock) for each in implementations
+        each.name: figures([stamps[each.name] for stamps, _, _, _ in gathered], one_clock) for each in implementations
     }
     moved = count_bytes(
         pair_counts(case.workload.topk_ids, case.placement),
         dispatch_row_bytes=case.dispatch_row_bytes,
         combine_row_bytes=case.combine_row_bytes,
     )
-    rows = []
+    limits = [each.name for each in implementations if each.role == "limit"]
+    rows: list[Row] = []
     for index, each in enumerate(implementations):
-        for phase in PHASES:
+        # A graph is timed whole.
+        for phase in ("pair",) if mode == "graph" else PHASES:
             wrong = [
                 f"rank {rank}: {reasons_of_rank[index][phase]}"
-                for rank, (_, reasons_of_rank, _) in enumerate(gathered)
+                for rank, (_, reasons_of_rank, _, _) in enumerate(gathered)
                 if reasons_of_rank[index][phase]
             ]
-            limit = by_name[Memcpy.name][phase].us_p50 if Memcpy.name in by_name else None
-            rows.append(_row(each, case, sweep, phase, by_name[each.name][phase], moved[phase], wrong, limit))
+            row = _row(each, case, sweep, phase, by_name[each.name][phase], moved[phase], wrong)
+            limit = limits[0] if limits else None
+            row |= {"mode": mode, "limit": limit, "limit_us": by_name[limit][phase].us_p50 if limit else None}
+            if mode == "graph":
+                row["rounds_per_graph"] = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
+            if wall and phase == "pair":
+                row["us_wall"] = max(of_rank[each.name] for _, _, _, of_rank in gathered) * 1e6
+            rows.append(row)
     return rows
 
 
@@ -182,12 +235,13 @@ def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], No
     make = integer_rows if exact_sums else random_rows
     experts: Experts = integer_experts if exact_sums else random_experts
     rows = make(case, case.ep_rank, seed)
-    each.load(rows)
+    host = case.on_host
+    each.load(rows.to(case.device))
     barrier()
     each.dispatch()
     # Without this a limit, which signals nothing, would be looked at before its peers have written.
     barrier()
-    wrong_dispatch = difference(each.received(), expected_received(case, lambda rank: make(case, rank, seed)))
+    wrong_dispatch = difference(each.received(), expected_received(host, lambda rank: make(host, rank, seed)))
     each.fill(experts)
     barrier()
     sums = each.combine()
@@ -195,10 +249,10 @@ def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], No
     if isinstance(each, Memcpy):
         wrong_combine = each.copied_difference(rows, experts)
     elif exact_sums:
-        on_wire = case.dequantize(*case.quantize(rows))
-        wrong_combine = tensor_difference("sums", sums, expected_integer_sums(case, on_wire))
+        on_wire = host.dequantize(*host.quantize(rows))
+        wrong_combine = tensor_difference("sums", sums, expected_integer_sums(host, on_wire))
     else:
-        wrong_combine = tensor_difference("sums", sums, _expected_sums(case, rows, experts))
+        wrong_combine = tensor_difference("sums", sums, _expected_sums(host, rows, experts))
     return {"dispatch": wrong_dispatch, "combine": wrong_combine, "pair": wrong_dispatch or wrong_combine}
 
 
@@ -230,8 +284,7 @@ def _row(
     figure: Figures,
     moved: ByteCount,
     wrong: Sequence[str],
-    limit_us: float | None,
-) -> Row:
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "implementation": each.name,
         "transport": each.transport,
@@ -242,7 +295,6 @@ def _row(
         "num_experts": case.num_experts,
         "wire_format": case.format_name,
         "phase": phase,
-        "mode": sweep.mode,
         "us_p50": figure.us_p50,
         "us_p99": figure.us_p99,
         "us_min": figure.us_min,
@@ -255,11 +307,8 @@ def _row(
         "payload_in_workspace": case.payload_in_workspace,
         "rounds": sweep.rounds,
         "num_sms": sweep.num_sms,
-        "rounds_per_graph": sweep.rounds_per_graph,
-        # One path for all sizes on the host; GPU transports have a regime for few tokens and one for many.
-        "regime": "bulk",
-        "limit": Memcpy.name if limit_us is not None else None,
-        "limit_us": limit_us,
+        "rounds_per_graph": None,
+        "regime": each.regime,
     }
     if wrong:
         row["reason"] = "; ".join(wrong)

@@ -111,6 +111,10 @@ class Exchange:
             self._load_dispatch(config.wire_format, config.top_k)
         self._load_combine(config.top_k)
 
+    def regime(self, runtime_max_tokens_per_rank: int) -> str:
+        """"small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place."""
+        return "small" if runtime_max_tokens_per_rank <= self._small_max else "bulk"
+
     # ---- the two verbs ---------------------------------------------------------------------------------------------
 
     def dispatch(self, call: DispatchCall) -> None:

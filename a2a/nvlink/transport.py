@@ -140,6 +140,9 @@ class NvlinkTransport(Transport):
         self._before("combine", call.context, call.round, call.attempt)
         self._exchange.combine(call)
 
+    def regime(self, runtime_max_tokens_per_rank: int) -> str:
+        return self._exchange.regime(runtime_max_tokens_per_rank)
+
     def _before(self, phase: str, context: int, round: int, attempt: int) -> None:
         """Refuse a launch whose signals cannot come; remember it otherwise."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.

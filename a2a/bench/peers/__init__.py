@@ -17,6 +17,7 @@ PEERS: Final[Mapping[str, str]] = {
     "ag-rs": "ag_rs",
     "mpi": "mpi",
     "memcpy": "memcpy",
+    "copy": "copy",
 }
 """Name on the command line -> file of this folder."""
 

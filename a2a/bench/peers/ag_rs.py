@@ -1,4 +1,4 @@
-"""ag_rs: all-gather the tokens and ids, reduce-scatter the sums, over gloo.
+"""ag_rs: all-gather the tokens and ids, reduce-scatter the sums, over gloo or NCCL.
 
 Owns the peer that needs no routing on the wire. Refuses to allocate rows during a round.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from a2a.bench.byte_count import destinations
 from a2a.bench.implementation import Case, Experts, Implementation, Received
-from a2a.bench.peers.gloo import gloo_group
+from a2a.bench.peers.gloo import backend_of, rows_group
 from a2a.bench.peers.sorted_rows import PackedRows
 from a2a.comm import Comm
 
@@ -26,23 +26,23 @@ class AllGatherReduceScatter(Implementation):
     """Every rank sees every token; each contributes a row for each, zero where it holds none of the picks."""
 
     name: ClassVar[str] = "ag-rs"
-    about: ClassVar[str] = "torch.distributed: all-gather rows, ids and weights, reduce-scatter the sums, gloo"
+    about: ClassVar[str] = "torch.distributed: all-gather rows, ids and weights, reduce-scatter the sums, gloo or NCCL"
 
     def __init__(self, case: Case, comm: Comm) -> None:
         self._case = case
-        self._group = gloo_group(comm)
+        self._group = rows_group(comm, case.device)
         rows = case.ep_size * case.max_tokens
         self._mine = PackedRows(case, case.max_tokens)
         # Slots past this rank's tokens must pick nothing on any rank.
         self._mine.topk_ids.fill_(-1)
         self._all = PackedRows(case, rows)
-        self._contributions = torch.zeros(rows, case.hidden_size, dtype=case.row_dtype)
-        self._sums = torch.zeros(case.max_tokens, case.hidden_size, dtype=case.row_dtype)
+        self._contributions = torch.zeros(rows, case.hidden_size, dtype=case.row_dtype, device=case.device)
+        self._sums = torch.zeros(case.max_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self._rows = torch.zeros(0)
 
     @property
     def transport(self) -> str:
-        return "gloo"
+        return backend_of(self._case.device)
 
     def load(self, rows: Tensor) -> None:
         self._rows = rows

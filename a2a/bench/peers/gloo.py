@@ -1,4 +1,4 @@
-"""gloo: a torch process group over gloo among the ranks of a communicator, for the peers that need one.
+"""gloo: torch process groups among the ranks of a communicator, gloo or NCCL, for the peers that need one.
 
 Owns how the group is made: from the communicator alone, whichever launcher started the ranks. Refuses to replace a
 default process group that exists.
@@ -7,15 +7,34 @@ default process group that exists.
 from __future__ import annotations
 
 import datetime
+import functools
 import socket
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from a2a.comm import Comm
 
 _TIMEOUT: Final = datetime.timedelta(seconds=300)
+
+
+def backend_of(device: torch.device) -> str:
+    """Name of the backend that moves rows of that device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def rows_group(comm: Comm, device: torch.device) -> dist.ProcessGroup:
+    """As `gloo_group`, over the backend of the device's rows."""
+    group = gloo_group(comm)
+    return _nccl_group() if device.type == "cuda" else group
+
+
+@functools.cache
+def _nccl_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="nccl")
+    return group
 
 
 def gloo_group(comm: Comm) -> dist.ProcessGroup:

@@ -35,7 +35,7 @@ class Memcpy(Implementation):
         hits = destinations(case.topk_ids, case.placement)
         self._tokens = [hits[:, rank].nonzero().flatten() for rank in range(case.ep_size)]
         self._arriving = pair_counts(case.workload.topk_ids, case.placement)[:, me].tolist()
-        self._wire = torch.zeros(case.num_tokens, case.dispatch_row_bytes, dtype=torch.uint8)
+        self._wire = torch.zeros(case.num_tokens, case.dispatch_row_bytes, dtype=torch.uint8, device=case.device)
 
         def block(owner: int, area: int, src: int, count: int, width: int) -> Tensor:
             first = area + src * rows * width
@@ -56,7 +56,7 @@ class Memcpy(Implementation):
             block(me, payload_start, src, count, case.combine_row_bytes) for src, count in enumerate(self._arriving)
         ]
         total = sum(tokens.numel() for tokens in self._tokens)
-        self._private = torch.zeros(total, case.combine_row_bytes, dtype=torch.uint8)
+        self._private = torch.zeros(total, case.combine_row_bytes, dtype=torch.uint8, device=case.device)
         self._private_parts = torch.split(self._private, [tokens.numel() for tokens in self._tokens])
 
     @property

@@ -29,7 +29,7 @@ class PackedRows:
         scale_bytes = form.scale_bytes_per_token(case.hidden_size, case.mx_alignment)
         ids_start = -(-(data_bytes + scale_bytes) // 4) * 4
         row_bytes = -(-(ids_start + 8 * case.top_k) // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
-        self.bytes = torch.zeros(capacity, row_bytes, dtype=torch.uint8)
+        self.bytes = torch.zeros(capacity, row_bytes, dtype=torch.uint8, device=case.device)
         self.data = self._part(0, data_bytes, form.data_dtype)
         self.scales = None if form.scales_dtype is None else self._part(data_bytes, scale_bytes, form.scales_dtype)
         self.topk_ids = self._part(ids_start, 4 * case.top_k, torch.int32)
@@ -57,12 +57,13 @@ class SortedRows:
         sent, arriving = int(counts[case.ep_rank].sum()), int(counts[:, case.ep_rank].sum())
         self.send = PackedRows(case, sent)
         self.arrived = PackedRows(case, arriving)
-        self.expert_rows = torch.zeros(arriving, case.hidden_size, dtype=case.row_dtype)
-        self.returned = torch.zeros(sent, case.hidden_size, dtype=case.row_dtype)
-        self.output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype)
+        self.expert_rows = torch.zeros(arriving, case.hidden_size, dtype=case.row_dtype, device=case.device)
+        self.returned = torch.zeros(sent, case.hidden_size, dtype=case.row_dtype, device=case.device)
+        self.output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
         # One column more than ranks: picks that go nowhere fall into the first.
-        self._hits = torch.zeros(case.num_tokens, case.ep_size + 1, dtype=torch.bool)
-        self._owners = torch.cat([case.placement.table.long() + 1, torch.zeros(1, dtype=torch.int64)])
+        self._hits = torch.zeros(case.num_tokens, case.ep_size + 1, dtype=torch.bool, device=case.device)
+        owners = torch.cat([case.placement.table.long() + 1, torch.zeros(1, dtype=torch.int64)])
+        self._owners = owners.to(case.device)
         self.rows = torch.zeros(0)
         self.send_counts: list[int] = [0] * case.ep_size
         self.recv_counts: list[int] = [0] * case.ep_size

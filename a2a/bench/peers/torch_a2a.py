@@ -1,4 +1,4 @@
-"""torch_a2a: sort by rank, all_to_all_single with splits both ways, index-add, over gloo.
+"""torch_a2a: sort by rank, all_to_all_single with splits both ways, index-add, over gloo or NCCL.
 
 Owns the peer that a user of plain torch would write. Refuses to allocate rows during a round.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from a2a.bench.implementation import Case, Experts, Implementation, Received
-from a2a.bench.peers.gloo import gloo_group
+from a2a.bench.peers.gloo import backend_of, rows_group
 from a2a.bench.peers.sorted_rows import SortedRows
 from a2a.comm import Comm
 
@@ -21,17 +21,20 @@ class TorchAllToAll(Implementation):
     """Two collectives out (counts, rows) and one back."""
 
     name: ClassVar[str] = "torch-a2a"
-    about: ClassVar[str] = "torch.distributed: sort by rank, all_to_all_single with splits both ways, index_add, gloo"
+    about: ClassVar[str] = "torch.distributed: sort by rank, all_to_all_single both ways, index_add, gloo or NCCL"
+    # Splits are lists of the host, which has to read the counts first.
+    capturable: ClassVar[bool] = False
 
     def __init__(self, case: Case, comm: Comm) -> None:
-        self._group = gloo_group(comm)
+        self._group = rows_group(comm, case.device)
+        self._device = case.device
         self._rows = SortedRows(case)
-        self._send_counts = torch.zeros(case.ep_size, dtype=torch.int64)
-        self._recv_counts = torch.zeros(case.ep_size, dtype=torch.int64)
+        self._send_counts = torch.zeros(case.ep_size, dtype=torch.int64, device=case.device)
+        self._recv_counts = torch.zeros(case.ep_size, dtype=torch.int64, device=case.device)
 
     @property
     def transport(self) -> str:
-        return "gloo"
+        return backend_of(self._device)
 
     def load(self, rows: Tensor) -> None:
         self._rows.rows = rows

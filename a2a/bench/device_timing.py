@@ -1,0 +1,129 @@
+"""device_timing: rounds on GPUs: events on the stream, one by one or many in a captured graph.
+
+Owns what a figure of a GPU means. Refuses to know what is timed.
+
+Eager: rounds follow each other without a host barrier, as layers do; events before dispatch, between dispatch and
+combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
+one round's share; outputs are poisoned before every replay and compared after it. Either way a round is as slow as its
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from a2a.bench.implementation import Implementation, tensor_difference
+from a2a.bench.timing import Stamps
+
+_EVENTS = 3
+
+
+def time_eager_rounds(
+    implementations: Sequence[Implementation],
+    rounds: int,
+    barrier: Callable[[], None],
+    on_round: Callable[[], None],
+) -> tuple[Mapping[str, Stamps], Mapping[str, float]]:
+    """Time `rounds` rounds of every implementation on this rank, in as many blocks as there are implementations.
+
+    Args:
+        implementations: with rows loaded and buffers allocated; the order rotates from block to block.
+        rounds: counted rounds of each.
+        barrier: of hosts and devices, called before every block.
+        on_round: called after every counted round.
+
+    Returns:
+        Stamps of each implementation, on this device's clock; and seconds of host time a round, from the first launch
+        of a block to the end of its last round.
+    """
+    count = len(implementations)
+    blocks = min(count, rounds)
+    share = [rounds // blocks + (1 if block < rounds % blocks else 0) for block in range(blocks)]
+    stamps: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in implementations}
+    wall: dict[str, list[float]] = {each.name: [] for each in implementations}
+    for block in range(blocks):
+        for position in range(count):
+            each = implementations[(block + position) % count]
+            for _ in range(3):
+                each.dispatch()
+                each.combine()
+            events = [[_event() for _ in range(_EVENTS)] for _ in range(share[block])]
+            barrier()
+            began = time.perf_counter()
+            for before, between, after in events:
+                before.record()
+                each.dispatch()
+                between.record()
+                each.combine()
+                after.record()
+            torch.cuda.synchronize()
+            wall[each.name].append((time.perf_counter() - began) / share[block])
+            for of_round in events:
+                at = [events[0][0].elapsed_time(event) * 1e-3 for event in of_round]
+                stamps[each.name].append((at[0], at[1], at[2]))
+                on_round()
+    return {name: np.array(rows) for name, rows in stamps.items()}, {name: max(each) for name, each in wall.items()}
+
+
+def time_replays(
+    implementations: Sequence[Implementation],
+    replays: int,
+    rounds_per_graph: int,
+    barrier: Callable[[], None],
+    on_round: Callable[[], None],
+) -> tuple[Mapping[str, Stamps], Mapping[str, str]]:
+    """Time `replays` replays of a graph of `rounds_per_graph` rounds of every implementation on this rank.
+
+    Args:
+        implementations: as for `time_eager_rounds`, after a checked round whose expert rows still lie where combine
+            takes them; the order rotates from replay to replay.
+        barrier: of hosts and devices, called before every replay.
+
+    Returns:
+        Stamps per replay, of a mean round, dispatch and combine not told apart; and what a replay got wrong, or an
+        empty string.
+    """
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    outputs: dict[str, tuple[Tensor, Tensor]] = {}
+    for each in implementations:
+        barrier()
+        each.dispatch()
+        wanted = each.combine().clone()
+        barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds_per_graph):
+                each.dispatch()
+                output = each.combine()
+        graphs[each.name] = graph
+        outputs[each.name] = (output, wanted)
+        barrier()
+        graph.replay()
+    stamps: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in implementations}
+    wrong = dict.fromkeys(stamps, "")
+    count = len(implementations)
+    for number in range(replays):
+        for position in range(count):
+            name = implementations[(number + position) % count].name
+            output, wanted = outputs[name]
+            output.view(torch.uint8).fill_(0xFF)
+            before, after = _event(), _event()
+            barrier()
+            before.record()
+            graphs[name].replay()
+            after.record()
+            torch.cuda.synchronize()
+            share = before.elapsed_time(after) * 1e-3 / rounds_per_graph
+            stamps[name].append((0.0, 0.0, share))
+            wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
+            on_round()
+    return {name: np.array(rows) for name, rows in stamps.items()}, wrong
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
