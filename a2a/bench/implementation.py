@@ -264,6 +264,9 @@ def tensor_difference(name: str, got: Tensor | None, want: Tensor | None) -> str
         return f"{name}: got {list(got.shape)} {got.dtype}, wanted {list(want.shape)} {want.dtype}"
     if got.numel() == 0:
         return ""
+    if got.dim() < 2:
+        # The entries of a vector are its rows.
+        got, want = got.reshape(-1, 1), want.reshape(-1, 1)
     different = (as_bytes(got).cpu() != as_bytes(want).cpu()).any(dim=-1).nonzero()
     if not different.shape[0]:
         return ""

@@ -3,8 +3,8 @@
 Owns what a figure means. Refuses to know what is timed.
 
 Where all ranks read one clock, dispatch and the pair last from the moment the first rank leaves the barrier to the
-moment the last rank is done: with more ranks than cores a rank's own time would not show that it had to wait for a core,
-and copies that wait for nobody would look faster than the machine is. Across machines a rank's own time is all there is.
+moment the last rank is done: with more ranks than cores a rank's own time would not show that it waited for a core, and
+copies that wait for nobody would look faster than the machine is. Across machines a rank's own time is all there is.
 Combine is always timed from where each rank's own dispatch ended.
 """
 
@@ -25,7 +25,7 @@ from a2a.bench.implementation import Implementation
 
 PHASES: Final = ("dispatch", "combine", "pair")
 Stamps = NDArray[np.float64]
-"""`[rounds, 3]`: seconds on this rank's clock at the start, between dispatch and combine, and at the end of each round."""
+"""`[rounds, 3]`: seconds on this rank's clock at the start, between dispatch and combine, and at the end of rounds."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
