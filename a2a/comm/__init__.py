@@ -7,7 +7,7 @@ environment. Refuses to import any of them before it is chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from a2a import env
 from a2a.comm.launcher import MPI_KINDS, NONE, Launcher, detect
@@ -36,7 +36,7 @@ def resolve(comm: object | None, *, timeout_s: float, environ: Mapping[str, str]
         return _from_launcher(detect(env.snapshot() if environ is None else environ), timeout_s)
     homes = {base.__module__.partition(".")[0] for base in type(comm).__mro__}
     if type(comm).__module__.startswith("a2a.comm."):
-        return _own(comm)
+        return cast(Comm, comm)
     if "mpi4py" in homes and hasattr(comm, "Iallgather"):
         from a2a.comm.mpi import MpiComm
 
@@ -69,8 +69,3 @@ def _from_launcher(launcher: Launcher, timeout_s: float) -> Comm:
     from a2a.comm.store import meet
 
     return meet(launcher, timeout_s=timeout_s)
-
-
-def _own(comm: Any) -> Comm:
-    group: Comm = comm
-    return group

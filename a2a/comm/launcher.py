@@ -57,6 +57,7 @@ _MASTER_PORT: Final = "MASTER_PORT"
 _SERVED: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
 _NUM_AGENTS: Final = "GROUP_WORLD_SIZE"
+_RUN_ID: Final = "TORCHELASTIC_RUN_ID"
 _LOCAL_STORE: Final = "A2A_LOCAL_STORE"
 _SLURM_STEP: Final = "SLURM_STEP_ID"
 _SLURM_STEP_SIZE: Final = "SLURM_STEP_NUM_TASKS"
@@ -69,7 +70,7 @@ Source: SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP in https://github.com/SchedMD
 VARIABLES: Final = tuple(
     sorted(
         {name for row in _TABLE for name in (row.rank, row.size, row.local_rank, row.local_size) if name}
-        | {_MASTER_ADDRESS, _MASTER_PORT, _SERVED, _ATTEMPT, _NUM_AGENTS, _LOCAL_STORE}
+        | {_MASTER_ADDRESS, _MASTER_PORT, _SERVED, _ATTEMPT, _NUM_AGENTS, _RUN_ID, _LOCAL_STORE}
         | {_SLURM_STEP, _SLURM_STEP_SIZE, _SLURM_JOB}
     )
 )
@@ -180,7 +181,8 @@ def detect(environ: Mapping[str, str]) -> Launcher:
         master_address=address,
         master_port=port,
         store_is_served=is_torchrun and seen.get(_SERVED, "") == "True",
-        local_store=seen.get(_LOCAL_STORE) if is_torchrun else None,
+        # A torchrun started by a spawned rank hands that rank's store on to ranks that have no business there.
+        local_store=seen.get(_LOCAL_STORE) if is_torchrun and _RUN_ID not in seen else None,
         attempt=_number(_ATTEMPT, seen[_ATTEMPT], 0) if is_torchrun and _ATTEMPT in seen else 0,
         variables=tuple(variables),
         notes=tuple(notes),

@@ -60,7 +60,8 @@ class LocalStoreServer:
                 elif isinstance(ready, connection.Connection):
                     try:
                         ready.send(self._answer(*ready.recv()))
-                    except (EOFError, OSError):
+                    except (EOFError, OSError, KeyError):
+                        # Gone, or asking for what nobody gave: its own error, not the others'.
                         clients.remove(ready)
                         ready.close()
 
@@ -83,10 +84,11 @@ class LocalStore:
     """One process's connection to a `LocalStoreServer`, with a torch Store's verbs.
 
     Raises:
-        ConnectionResetError, BrokenPipeError: the server has ended.
+        ConnectionResetError, BrokenPipeError: the server has ended, or has not answered for `timeout_s`.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             client.connect("\0" + address)
@@ -122,6 +124,8 @@ class LocalStore:
         with self._lock:
             try:
                 self._connection.send((verb, keys, content))
+                if not self._connection.poll(self._timeout_s):
+                    raise ConnectionResetError("the process that serves the local store does not answer")
                 return self._connection.recv()
             except EOFError as error:
                 raise ConnectionResetError("the process that serves the local store has ended") from error

@@ -216,7 +216,7 @@ def _open(
 ) -> Store | LocalStore:
     if launcher.local_store is not None:
         try:
-            return LocalStore(launcher.local_store)
+            return LocalStore(launcher.local_store, timeout_s=timeout_s)
         except OSError as error:
             raise ConfigError(
                 what="A2A_LOCAL_STORE",

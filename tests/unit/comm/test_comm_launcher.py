@@ -104,6 +104,12 @@ def test_zero_is_a_rank_and_unset_is_not():
     assert detect({}).rank is None
 
 
+def test_store_of_the_local_spawn_is_for_its_own_ranks():
+    spawned = {"RANK": "0", "WORLD_SIZE": "2", **MASTER, "A2A_LOCAL_STORE": "a2a-0123"}
+    assert detect(spawned).local_store == "a2a-0123"
+    assert detect({**TORCHRUN, "A2A_LOCAL_STORE": "a2a-0123"}).local_store is None, "torchrun inside a spawned rank"
+
+
 def test_size_of_pmix_is_known_to_mpi_alone():
     found = detect({"PMIX_RANK": "2", "PMIX_NAMESPACE": "prterun"})
     assert (found.kind, found.rank, found.size) == ("pmix", 2, None)
