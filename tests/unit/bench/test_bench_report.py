@@ -56,8 +56,8 @@ def test_an_inexact_row_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     row = {
         "implementation": "a2a", "transport": "host", "routing": "uniform", "wire_format": "bf16",
         "row_order": "compact", "tokens_per_rank": 4, "phase": "pair", "us_p50": 10.0, "us_p99": 11.0, "us_min": 9.0,
-        "link_bytes": 0, "logical_bytes": 0, "link_gbps": 0.0, "limit_us": None, "exact": False, "ep_size": 2, "hidden_size": 8,
-        "num_experts": 4, "top_k": 2, "rounds": 1, "reason": "rank 1: sums: row (0,) differs",
+        "link_bytes": 0, "logical_bytes": 0, "link_gbps": 0.0, "limit_us": None, "exact": False, "ep_size": 2,
+        "hidden_size": 8, "num_experts": 4, "top_k": 2, "rounds": 1, "reason": "rank 1: sums: row (0,) differs",
     }  # fmt: skip
     report.print_bench([row])
     out = capsys.readouterr().out
