@@ -40,8 +40,9 @@ Regimes
 
 Kernels, one module per phase; entry points
     dispatch.cu   dispatch_small, dispatch_bulk                                      (DispatchParams by value)
-    combine.cu    combine_small_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32}      (CombineParams by value)
-    the suffix being the type of the payload; the output type is the field output_type.
+    combine.cu    combine_small_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3} (CombineParams by value)
+    the suffix being the type of the payload; the output type is the field output_type. e4m3: rows of
+    low_precision_bytes_per_token, or plain e4m3 rows, row_pitch apart.
 
 Launch rules
     block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS.
@@ -75,8 +76,8 @@ from a2a.config import MAX_PAYLOADS, ExchangeConfig
 
 MAX_CTAS: Final = 512
 """CTAs of a bulk launch; each has a flag of its own at every receiver."""
-MAX_THREADS: Final = 768
-"""Threads of a CTA: at most 85 registers each."""
+MAX_THREADS: Final = 512
+"""Threads of a CTA: at most 128 registers each."""
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120
 """What a line carries beside its 8-byte tag."""
@@ -201,6 +202,8 @@ class CombineParams(ctypes.Structure):
         ("digest", ctypes.c_uint32),  # of row width and type; compared with every peer's
         ("landing_tokens", ctypes.c_uint32),
         ("segments", ctypes.c_uint32),
+        ("row_pitch", ctypes.c_uint32),  # bytes from one row to the next; combine_bulk_e4m3
+        ("scaled", ctypes.c_uint32),  # 1 if rows carry a scale per 128 elements; combine_bulk_e4m3
     )
 
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "combine_ends.cuh"
+#include "combine_low_precision.cuh"
 
 // Copies a segment of one payload row into this rank's combine area, if the row is anybody's but ours.
 __device__ __forceinline__ void stage_unit(const CombineParams& p, const Round& round, const ActiveRanks& active,
@@ -84,7 +85,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, adders = blockDim.x / 32 - 1;
   const u32 self = warp * gridDim.x + blockIdx.x, step = adders * gridDim.x;
-  const u32 row_bytes = p.row_elements * size_of(TYPE);
+  const u32 row_bytes = TYPE == TYPE_E4M3 ? p.row_pitch : p.row_elements * size_of(TYPE);
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   __syncthreads();
   await_previous_kernel();
@@ -142,8 +143,14 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
     for (u32 unit = self; unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(COMBINE_CLAIMS, round.parity), 1);
-      if (wide) sum_unit<TYPE, true>(p, unit, row_bytes);
-      else sum_unit<TYPE, false>(p, unit, row_bytes);
+      if constexpr (TYPE == TYPE_E4M3) {
+        if (common_alignment(p.payload | row_bytes) >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit);
+        else sum_e4m3_unit<1>(p, unit);
+      } else if (wide) {
+        sum_unit<TYPE, true>(p, unit, row_bytes);
+      } else {
+        sum_unit<TYPE, false>(p, unit, row_bytes);
+      }
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
   }

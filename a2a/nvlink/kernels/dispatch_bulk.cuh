@@ -13,7 +13,7 @@
 #endif
 
 // Copies one unit, a segment of every payload of a token, to all its destinations.
-__device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, u32 unit, u8* scratch) {
+__device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, u32 unit) {
   const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   const u32* const ready = reinterpret_cast<const u32*>(mine + p.tables_ready_offset) + token / 32;
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& 
   }
   u32 payload = 0;
 #if WIRE_FORMAT
-  quantize_and_push(p, token, segment, to, scratch);
+  quantize_and_push(p, token, segment, to);
   payload = SCALES_PAYLOAD + 1;
 #endif
   for (; payload < p.num_payloads; ++payload) {
@@ -83,9 +83,6 @@ __device__ __forceinline__ bool scrub_rows(const DispatchParams& p, const Round&
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const __grid_constant__ DispatchParams p) {
   __shared__ u32 verdict;
   __shared__ u32 bases[MAX_THREADS / 32 * EP_SIZE];
-#if WIRE_FORMAT
-  extern __shared__ u64 image[];
-#endif
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, pushers = blockDim.x / 32 - 1;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
@@ -115,14 +112,10 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
     // The first unit of a warp is its number; later ones are claimed one ahead, behind the copying of the last.
     const u32 units = p.num_tokens * p.segments;
     u32* const claims = round.counter(DISPATCH_CLAIMS, round.parity);
-    u8* scratch = nullptr;
-#if WIRE_FORMAT
-    scratch = reinterpret_cast<u8*>(image) + warp * QUANTIZE_SCRATCH_BYTES(p);
-#endif
     for (u32 unit = self; fine && unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(claims, 1);
-      fine = push_unit(p, round, unit, scratch);
+      fine = push_unit(p, round, unit);
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
   } else {

@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_row(const u8* from, u32 begin, u32 end, u32
                                          RowAt row_at) {
   if (begin >= end) return;
   switch (alignment) {
-    case 16: copy_units<Vec16, 4>(from, begin, end, to, row_at); break;
+    case 16: copy_units<Vec16, 7>(from, begin, end, to, row_at); break;
     case 8: copy_units<Vec8, 4>(from, begin, end, to, row_at); break;
     case 4: copy_units<u32, 4>(from, begin, end, to, row_at); break;
     case 2: copy_units<u16, 4>(from, begin, end, to, row_at); break;

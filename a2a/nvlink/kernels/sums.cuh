@@ -5,9 +5,9 @@
 
 #include "rows.cuh"
 
-constexpr u32 TYPE_BF16 = 0, TYPE_FP16 = 1, TYPE_FP32 = 2;
+constexpr u32 TYPE_BF16 = 0, TYPE_FP16 = 1, TYPE_FP32 = 2, TYPE_E4M3 = 3;
 
-__host__ __device__ constexpr u32 size_of(u32 type) { return type == TYPE_FP32 ? 4 : 2; }
+__host__ __device__ constexpr u32 size_of(u32 type) { return type == TYPE_FP32 ? 4 : type == TYPE_E4M3 ? 1 : 2; }
 
 template <u32 TYPE>
 __device__ __forceinline__ float to_float(u32 bits) {

@@ -1,0 +1,179 @@
+// nvlink/kernels/quantize: rows made into a wire format on their way out.
+//
+// Owns how the lanes of a warp share a row's blocks, and where data and scales go. Refuses to know the formats' arithmetic
+// (a2a/quant/*.cuh, twins of the Python files beside them). Payload 0 is the data, payload 1 its scales.
+#pragma once
+
+#include "rows.cuh"
+#include "sums.cuh"
+
+#if WIRE_FORMAT == 1
+#include "../../quant/fp8_block.cuh"
+using Format = Fp8Block;
+#elif WIRE_FORMAT == 2
+#include "../../quant/mxfp8.cuh"
+using Format = Mxfp8;
+#elif WIRE_FORMAT == 3
+#include "../../quant/nvfp4.cuh"
+using Format = Nvfp4;
+#elif WIRE_FORMAT == 4
+#include "../../quant/mxfp4.cuh"
+using Format = Mxfp4;
+#endif
+
+constexpr u32 DATA_PAYLOAD = 0, SCALES_PAYLOAD = 1;
+constexpr u32 GROUP = 16;                            // elements of a lane
+constexpr u32 BLOCK_LANES = Format::BLOCK / GROUP;   // lanes that share a scale
+constexpr u32 GROUP_BYTES = GROUP * Format::ELEMENT_BITS / 8;
+
+__device__ __forceinline__ float global_scale_of(const DispatchParams& p) {
+  return p.global_scale ? *reinterpret_cast<const float*>(p.global_scale) : 1.0f;
+}
+
+// Elements of a row on the wire, columns of padding included.
+__device__ __forceinline__ u32 wire_elements(const DispatchParams& p) {
+  return p.payload_bytes[DATA_PAYLOAD] * 8 / Format::ELEMENT_BITS;
+}
+
+// 16 elements from `first` on as fp32, zero beyond the row.
+__device__ __forceinline__ void load_group(const DispatchParams& p, u32 token, u32 first, float* values) {
+  const u32 size = size_of(p.input_type);
+  const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[DATA_PAYLOAD]) + u64(token) * p.hidden_size * size;
+  const u8* const from = row + u64(first) * size;
+  if (size == 2 && first + GROUP <= p.hidden_size && common_alignment(reinterpret_cast<u64>(from)) == 16) {
+    const Vec16 low = load16(from), high = load16(from + 16);
+    const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (p.input_type == TYPE_BF16) {
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        values[2 * i] = to_float<TYPE_BF16>(words[i] & 0xffff);
+        values[2 * i + 1] = to_float<TYPE_BF16>(words[i] >> 16);
+      }
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
+        values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (u32 i = 0; i < GROUP; ++i) {
+    values[i] = 0.0f;
+    if (first + i >= p.hidden_size) continue;
+    if (p.input_type == TYPE_FP32) values[i] = reinterpret_cast<const float*>(from)[i];
+    else if (p.input_type == TYPE_BF16) values[i] = to_float<TYPE_BF16>(reinterpret_cast<const u16*>(from)[i]);
+    else values[i] = to_float<TYPE_FP16>(reinterpret_cast<const u16*>(from)[i]);
+  }
+}
+
+// Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. Returns the
+// block's scale, and the wire bytes in words[0..GROUP_BYTES/4).
+__device__ __forceinline__ u32 quantize_group(const float* values, float global_scale, u32* words) {
+  u32 amax = 0;
+#pragma unroll
+  for (u32 i = 0; i < GROUP; ++i) amax = max(amax, __float_as_uint(values[i]) & 0x7fffffff);
+#pragma unroll
+  for (u32 step = 1; step < BLOCK_LANES; step *= 2) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
+  const Format format(amax, global_scale);
+  constexpr u32 per_word = 32 / Format::ELEMENT_BITS;
+#pragma unroll
+  for (u32 word = 0; word < GROUP / per_word; ++word) {
+    words[word] = 0;
+#pragma unroll
+    for (u32 i = 0; i < per_word; ++i)
+      words[word] |= format.encode(values[word * per_word + i]) << (i * Format::ELEMENT_BITS);
+  }
+  return format.scale_bits();
+}
+
+// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are.
+__device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, u64* image) {
+  const u32 lane = threadIdx.x % 32, groups = wire_elements(p) / GROUP;
+  const u32 scales_at = (p.payload_bytes[DATA_PAYLOAD] + 7) & ~7u;
+  const u32 others_at = scales_at + ((p.payload_bytes[SCALES_PAYLOAD] + 7) & ~7u);
+  const float global_scale = global_scale_of(p);
+  u8* const bytes = reinterpret_cast<u8*>(image);
+  for (u32 group = threadIdx.x; group - lane < groups; group += blockDim.x) {
+    float values[GROUP];
+    u32 words[GROUP_BYTES / 4];
+    load_group(p, token, group * GROUP, values);
+    const u32 scale = quantize_group(values, global_scale, words);
+    if (group >= groups) continue;
+#pragma unroll
+    for (u32 i = 0; i < GROUP_BYTES / 8; ++i)
+      image[group * (GROUP_BYTES / 8) + i] = u64(words[2 * i]) | u64(words[2 * i + 1]) << 32;
+    if (group % BLOCK_LANES) continue;
+    u8* const to = bytes + scales_at + group / BLOCK_LANES * Format::SCALE_BYTES;
+    if (Format::SCALE_BYTES == 4) *reinterpret_cast<u32*>(to) = scale;
+    else *to = u8(scale);
+  }
+  for (u32 at = others_at + threadIdx.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
+    u32 within;
+    const u32 payload = payload_at(p, at, within);
+    const u32 row_bytes = p.payload_bytes[payload];
+    const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
+    image[at / 8] = load_piece(row, row_bytes, within);
+  }
+}
+
+// Stores up to 4 bytes of a row of scales whose start may lie anywhere.
+__device__ __forceinline__ void store_scale_word(u8* row, u32 row_bytes, u32 at, u32 word) {
+  if (at + 4 <= row_bytes && common_alignment(reinterpret_cast<u64>(row)) >= 4) {
+    *reinterpret_cast<u32*>(row + at) = word;
+    return;
+  }
+  for (u32 i = 0; i < 4 && at + i < row_bytes; ++i) row[at + i] = u8(word >> (8 * i));
+}
+
+// A warp quantises a segment of one row, 512 elements at a time, and writes data and scales to every destination.
+// Scales are gathered over the lanes, so that they leave as full words of all lanes and not as single bytes.
+__device__ __forceinline__ void quantize_and_push(const DispatchParams& p, u32 token, u32 segment,
+                                                  const Destinations& to) {
+  constexpr u32 CHUNK = 32 * GROUP;
+  constexpr u32 CHUNK_WORDS = CHUNK / Format::BLOCK * Format::SCALE_BYTES / 4, WORD_LANES = 32 / CHUNK_WORDS;
+  const u32 lane = threadIdx.x % 32, elements = wire_elements(p), chunks = (elements + CHUNK - 1) / CHUNK;
+  const u32 part = (chunks + p.segments - 1) / p.segments;
+  const u32 begin = min(chunks, segment * part), end = min(chunks, begin + part);
+  const u32 scale_bytes = p.payload_bytes[SCALES_PAYLOAD];
+  const float global_scale = global_scale_of(p);
+  auto row_at = [&](i32 rank, i32 slot, u32 payload) {
+    return reinterpret_cast<u8*>(p.workspace + u32(rank) * p.stride + p.payload_offsets[payload]) +
+           (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * p.payload_bytes[payload];
+  };
+  u32 gathered = 0;
+#pragma unroll 1
+  for (u32 chunk = begin; chunk < end; ++chunk) {
+    const u32 first = chunk * CHUNK + lane * GROUP;
+    float values[GROUP];
+    u32 words[GROUP_BYTES / 4];
+    load_group(p, token, first, values);
+    u32 scale = quantize_group(values, global_scale, words);
+    const u32 at = first / 8 * Format::ELEMENT_BITS;
+    for_each_destination(to, [&](i32 rank, i32 slot) {
+      if (first >= elements) return;
+      u8* const row = row_at(rank, slot, DATA_PAYLOAD) + at;
+      if (GROUP_BYTES == 16) {
+        store16(row, {words[0], words[1], words[GROUP_BYTES / 4 - 2], words[GROUP_BYTES / 4 - 1]});
+      } else {
+        *reinterpret_cast<Vec8*>(row) = {words[0], words[1]};
+      }
+    });
+    // One-byte scales of neighbouring blocks become a word, held by all lanes of those blocks.
+    if (Format::SCALE_BYTES == 1) {
+      scale <<= lane / BLOCK_LANES % 4 * 8;
+#pragma unroll
+      for (u32 step = BLOCK_LANES; step < 4 * BLOCK_LANES; step *= 2) scale |= __shfl_xor_sync(ALL_LANES, scale, step);
+    }
+    // Lane i keeps the i-th word since the last time that all lanes had one.
+    const u32 word = __shfl_sync(ALL_LANES, scale, lane % CHUNK_WORDS * WORD_LANES);
+    const u32 turn = (chunk - begin) % WORD_LANES;
+    if (lane / CHUNK_WORDS == turn) gathered = word;
+    if (turn != WORD_LANES - 1 && chunk != end - 1) continue;
+    const u32 scale_at = ((chunk - turn) * CHUNK_WORDS + lane) * 4;
+    for_each_destination(to, [&](i32 rank, i32 slot) {
+      if (lane / CHUNK_WORDS <= turn) store_scale_word(row_at(rank, slot, SCALES_PAYLOAD), scale_bytes, scale_at, gathered);
+    });
+  }
+}
