@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from a2a.config import MAX_PAYLOADS, ExchangeConfig
-from a2a.errors import ShapeError, Unsupported
+from a2a.config import LOW_PRECISION_BLOCK, MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
+from a2a.errors import ShapeError
 from a2a.layout import ALIGNMENT, WorkspaceLayout
 from a2a.nvlink.compile import compile_kernel
 from a2a.nvlink.launch import Kernel, Library
@@ -35,7 +35,7 @@ from a2a.nvlink.params import (
     lines,
 )
 from a2a.placement import Placement
-from a2a.quant import swizzle_scales
+from a2a.quant import quantize_blocks, swizzle_scales
 from a2a.transport import CombineCall, DispatchCall
 
 _TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -112,7 +112,7 @@ class Exchange:
         self._load_combine(config.top_k)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
-        """"small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place."""
+        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place."""
         return "small" if runtime_max_tokens_per_rank <= self._small_max else "bulk"
 
     # ---- the two verbs ---------------------------------------------------------------------------------------------
@@ -164,16 +164,13 @@ class Exchange:
 
     def combine(self, call: CombineCall) -> None:
         """Enqueue one combine; no host synchronisation. See `Transport.combine`."""
-        if call.low_precision:
-            raise Unsupported(
-                transport="nvlink", reasons=("use_low_precision is not carried by its combine",), rank=self.ep_rank
-            )
         if call.output_quantize is None:
             self._combine(call, call.output)
             return
         stream = self._enter(call.stream)
         with torch.cuda.stream(stream):
-            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=call.payload.dtype, device=self.device)
+            dtype = torch.bfloat16 if call.low_precision else call.payload.dtype
+            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device=self.device)
             self._combine(call, sums)
             how = call.output_quantize
             data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
@@ -184,27 +181,36 @@ class Exchange:
 
     def _combine(self, call: CombineCall, output: Tensor) -> None:
         most = call.runtime_max_tokens_per_rank
-        small = most <= self._small_max
+        # Rows of the e4m3 wire are read where they lie, however few.
+        small = most <= self._small_max and not call.low_precision
         payload = call.payload
-        name = ("combine_small_" if small else "combine_bulk_") + _TYPES[payload.dtype]
+        width = payload.shape[2]
+        quantised_here = call.low_precision and payload.dtype != torch.float8_e4m3fn
+        kind = "e4m3" if call.low_precision else _TYPES[payload.dtype]
+        name = f"combine_{'small' if small else 'bulk'}_{kind}"
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         key = ("combine", name, self._top_k[call.context])
         if key not in self._kernels:
             self._load_combine(self._top_k[call.context])
         kernel = self._kernels[key]
         stream = self._enter(call.stream)
+        if quantised_here:
+            with torch.cuda.stream(stream):
+                payload = _wire_rows(payload)
         params = kernel.parameters
         self._offsets(params, _COMBINE_OFFSETS, kernel, call.context)
-        width = payload.shape[2]
-        row_bytes = width * payload.dtype.itemsize
+        row_bytes = payload.shape[2] * payload.dtype.itemsize
+        if call.low_precision:
+            params.row_pitch = row_bytes
+            params.scaled = int(quantised_here)
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
         params.num_tokens = call.num_tokens
         params.runtime_max_tokens_per_rank = most
         params.row_elements = width
         params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
-        params.staged = int(not call.payload_in_workspace)
-        params.digest = _digest([row_bytes], _TYPES[payload.dtype])
+        params.staged = int(quantised_here or not call.payload_in_workspace)
+        params.digest = _digest([row_bytes], kind)
         if small:
             grid, threads, shared = self._small_shape(kernel, row_bytes, most, call.num_sms, False)
         else:
@@ -279,7 +285,8 @@ class Exchange:
     def _load_combine(self, top_k: int) -> None:
         config = dataclasses.replace(self._config, top_k=top_k)
         library = self._library("combine.cu", defines(config, placement_table=self._needs_table))
-        for name in (f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in OUTPUT_TYPES):
+        names = [f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in OUTPUT_TYPES]
+        for name in (*names, "combine_bulk_e4m3"):
             kernel = library.kernel(name, CombineParams)
             self._constants(kernel.parameters)
             self._kernels["combine", name, top_k] = kernel
@@ -362,6 +369,16 @@ class Exchange:
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
+
+
+def _wire_rows(payload: Tensor) -> Tensor:
+    """uint8 `[ep, R, low_precision_bytes_per_token(H)]` of `[ep, R, H]`: e4m3, padding, then the scales of each row."""
+    ep, most, width = payload.shape
+    data, scales = quantize_blocks(payload.view(ep * most, width), LOW_PRECISION_BLOCK)
+    rows = payload.new_empty((ep * most, low_precision_bytes_per_token(width)), dtype=torch.uint8)
+    rows[:, :width] = data.view(torch.uint8)
+    rows[:, rows.shape[1] - 4 * scales.shape[1] :] = scales.view(torch.uint8)
+    return rows.view(ep, most, -1)
 
 
 def _segments(num_rows: int, row_bytes: int, num_warps: int) -> int:

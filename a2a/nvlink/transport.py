@@ -65,7 +65,7 @@ class NvlinkTransport(Transport):
 
     @classmethod
     def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
-        mine = _reasons_of_this_process(config)
+        mine = _reasons_of_this_process()
         fabric = not mine and _fabric_attribute()
         hosts = comm.allgather(host_identity() if sys.platform.startswith("linux") else "")
         if len(set(hosts)) > 1 and not mine and not fabric:
@@ -323,7 +323,7 @@ def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTranspor
         del transport
 
 
-def _reasons_of_this_process(config: ExchangeConfig) -> list[str]:
+def _reasons_of_this_process() -> list[str]:
     reasons = []
     if not sys.platform.startswith("linux"):
         reasons.append("it needs Linux")
@@ -335,8 +335,6 @@ def _reasons_of_this_process(config: ExchangeConfig) -> list[str]:
     elif torch.cuda.get_device_capability() < _MIN_CAPABILITY:
         major, minor = torch.cuda.get_device_capability()
         reasons.append(f"the GPU has compute capability {major}.{minor}, it needs 8.0")
-    if config.combine_dtype_bytes_per_elem == 1:
-        reasons.append("its combine does not carry the e4m3 wire (combine_dtype_bytes_per_elem = 1)")
     if not reasons:
         from a2a.nvlink.driver import attribute
 
