@@ -36,7 +36,9 @@ class Library:
         library = getattr(self, "_library", None)
         if library is not None:
             try:
-                cu.cuLibraryUnload(library)
+                # Unloading would void a capture into which the collector has come; then the code stays loaded.
+                if not torch.cuda.is_current_stream_capturing():
+                    cu.cuLibraryUnload(library)
             except (RuntimeError, AttributeError, TypeError):
                 # The interpreter is shutting down.
                 return

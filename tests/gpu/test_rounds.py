@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -110,8 +111,10 @@ def _replay(comm: Comm, case: Case, replays: int) -> int:
         n = case.max_num_tokens
         wanted, got = _Pair(eager, case, n), _Pair(captured, case, n)
         graph = torch.cuda.CUDAGraph()
-        # Captured with no round before: nothing may need a warm-up.
+        # Captured with no round before: nothing may need a warm-up. Objects that are gone must not disturb it.
+        _build(comm, case, name="gone").close()
         with torch.cuda.graph(graph):
+            gc.collect()
             got.play()
         generator = torch.Generator(device="cuda").manual_seed(100 + rank)
         for turn in range(replays):
