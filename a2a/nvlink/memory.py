@@ -181,9 +181,9 @@ class _Mapping:
             return
         try:
             with on_device(self.device):
-                # Unmapping does not wait for kernels that still use the addresses. Where waiting is refused (the context
-                # is broken) or would void a capture into which the collector has come, the memory stays until the
-                # process ends.
+                # Unmapping does not wait for kernels that still use the addresses. Where waiting is refused (the
+                # context is broken) or would void a capture into which the collector has come, the memory stays until
+                # the process ends.
                 if torch.cuda.is_current_stream_capturing() or int(cu.cuCtxSynchronize()[0]) != 0:
                     return
                 for place in self._mapped:
