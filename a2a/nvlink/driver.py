@@ -16,13 +16,7 @@ from a2a.errors import Unsupported
 
 
 class DriverError(Unsupported):
-    """A driver call failed; `status` is its number.
-
-    Attributes:
-        status: `CUresult` as an integer.
-    """
-
-    status: int = 0
+    """A driver call failed; its one reason names the call and the status."""
 
 
 def status_name(status: Any) -> str:
@@ -38,9 +32,9 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     """
     status, *values = result
     if int(status) != 0:
-        error = DriverError(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
-        error.status = int(status)
-        raise error
+        # Not by way of a variable: error, traceback and this frame would hold each other, and all callers' memory, until
+        # the collector comes.
+        raise DriverError(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
     return values[0] if len(values) == 1 else tuple(values) if values else None
 
 
