@@ -32,8 +32,8 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     """
     status, *values = result
     if int(status) != 0:
-        # Not by way of a variable: error, traceback and this frame would hold each other, and all callers' memory, until
-        # the collector comes.
+        # Not by way of a variable: error, traceback and this frame would hold each other, and all callers' memory,
+        # until the collector comes.
         raise DriverError(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
     return values[0] if len(values) == 1 else tuple(values) if values else None
 

@@ -13,6 +13,15 @@ def _found() -> list[str]:
     return [name for name in TRANSPORTS if name == "host" or torch.cuda.is_available()]
 
 
+@pytest.fixture(params=[name for name in _found() if name == "host"])
+def waiting_transport(request: pytest.FixtureRequest) -> str:
+    """A transport whose verbs return when the round is over, so that they themselves raise what peers object to.
+
+    The others raise it at the next call or check: tests/gpu/test_failures.py.
+    """
+    return str(request.param)
+
+
 @pytest.fixture(params=_found())
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -136,8 +136,8 @@ def _dispatch_area(moe: a2a.MoeAlltoAll) -> slice:
         "combine dtype",
     ],
 )
-def test_mismatch_in_a_round(run_ranks: Ranks, transport: str, what: str) -> None:
-    messages = run_ranks(round_otherwise, 4, transport, what)
+def test_mismatch_in_a_round(run_ranks: Ranks, waiting_transport: str, what: str) -> None:
+    messages = run_ranks(round_otherwise, 4, waiting_transport, what)
     assert len(set(messages)) == 1, messages
     assert "rank 0: " in messages[0] and "rank 3: " in messages[0]
 
@@ -242,7 +242,7 @@ def all_bad_on_one(comm: Comm, transport: str, faults: tuple[str, ...]) -> list[
 
 @pytest.mark.parametrize("faults", [DISPATCH_FAULTS[:9], DISPATCH_FAULTS[9:], COMBINE_FAULTS], ids=str)
 def test_mismatch_of_an_argument_that_does_not_fit(
-    run_ranks: Ranks, transport: str, faults: tuple[str, ...]
+    run_ranks: Ranks, waiting_transport: str, faults: tuple[str, ...]
 ) -> None:
-    for what, *messages in zip(faults, *run_ranks(all_bad_on_one, 3, transport, faults), strict=True):
+    for what, *messages in zip(faults, *run_ranks(all_bad_on_one, 3, waiting_transport, faults), strict=True):
         assert len(set(messages)) == 1, (what, messages)
