@@ -41,12 +41,17 @@ if TYPE_CHECKING:
     from a2a.nvlink.memory import SymmetricMemory
 
 _DECLINED: Final = {"dispatch": "dispatch.declined", "combine": "combine.declined"}
+_FACTS: Final = {"dispatch": "dispatch.facts", "combine": "combine.facts"}
+"""What a rank said in a round about which some rank found a disagreement."""
 _PLAYED: Final = "reset.played"
 _READY: Final = "reset.ready"
 _NO_RANK: Final = 0xFFFFFFFF
 """Abort word for a reason that is no lost rank."""
 _LOOK_S: Final = 0.05
 """The thread looks at what kernels have recorded this often; what peers say wakes it at once."""
+_STORY_S: Final = 1.0
+"""How long a disagreement waits for what every rank said before it is told without."""
+_TIMEOUT, _ABORTED = 1, 2
 _MIN_CAPABILITY: Final = (8, 0)
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_TIMEOUT_S: Final = 60.0
@@ -91,11 +96,12 @@ class NvlinkTransport(Transport):
         self._starting_over = False
         self._looking = threading.Lock()
         self._base = [0] * config.num_contexts
-        self._launched: dict[tuple[int, str], tuple[int, int]] = {}
+        self._launched: dict[tuple[int, str], tuple[int, int, dict[str, Any]]] = {}
+        self._told: dict[tuple[int, str, int, int], float] = {}
         device = torch.device("cuda", torch.cuda.current_device())
         # For small copies that must not queue behind the caller's work.
         self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        phases = (*_DECLINED.values(), _PLAYED, _READY)
+        phases = (*_DECLINED.values(), *_FACTS.values(), _PLAYED, _READY)
         self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
         memory: SymmetricMemory = SymmetricMemory(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
         self.workspace = memory.tensor[:, : layout.num_bytes]
@@ -132,18 +138,29 @@ class NvlinkTransport(Transport):
 
     def dispatch(self, call: DispatchCall) -> None:
         self._at("dispatch.enter", call.round)
-        self._before("dispatch", call.context, call.round, 0)
+        facts = {
+            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
+            "payload_row_bytes": [payload.row_bytes for payload in call.payloads],
+            "eplb_local_stats": call.eplb_local_stats is not None,
+        }
+        self._before("dispatch", call.context, call.round, 0, facts)
         self._exchange.dispatch(call)
 
     def combine(self, call: CombineCall) -> None:
         self._at("combine.enter", call.round)
-        self._before("combine", call.context, call.round, call.attempt)
+        facts = {
+            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
+            "payload_columns": call.payload.shape[2],
+            "payload_dtype": call.payload.dtype,
+            "use_low_precision": call.low_precision,
+        }
+        self._before("combine", call.context, call.round, call.attempt, facts)
         self._exchange.combine(call)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         return self._exchange.regime(runtime_max_tokens_per_rank)
 
-    def _before(self, phase: str, context: int, round: int, attempt: int) -> None:
+    def _before(self, phase: str, context: int, round: int, attempt: int, facts: dict[str, Any]) -> None:
         """Refuse a launch whose signals cannot come; remember it otherwise."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.
         if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
@@ -151,7 +168,7 @@ class NvlinkTransport(Transport):
                 raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
         for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
             raise from_facts(json.loads(body), reporter=peer)
-        self._launched[context, phase] = (round, attempt)
+        self._launched[context, phase] = (round, attempt, facts)
 
     def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
         self._mesh.signal(_DECLINED[phase], context, round, json.dumps(facts).encode(), attempt=attempt)
@@ -164,10 +181,18 @@ class NvlinkTransport(Transport):
     def check(self) -> None:
         for context, words in enumerate(self._exchange.words):
             if words.recorded:
+                if words.kind not in (_TIMEOUT, _ABORTED):
+                    self._await_story()
                 raise self._recorded(self._error_of(context))
         if self._mesh.error is not None:
             self._exchange.abort(_NO_RANK)
             raise self._mesh.error
+
+    def _await_story(self) -> None:
+        """Give the thread time to hear what every rank said."""
+        deadline = time.monotonic() + 2 * _STORY_S
+        while self._mesh.error is None and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
     def _recorded(self, error: A2AError) -> A2AError:
         """Announce `error` unless another one came first; the one that counts."""
@@ -180,16 +205,14 @@ class NvlinkTransport(Transport):
         words = self._exchange.words[context]
         kind, peer, phase = int(words.kind), int(words.peer), PHASES[int(words.phase)]
         round = int(words.round) - self._base[context]
-        if kind == 2:
+        if kind == _ABORTED:
             if self._mesh.error is not None:
                 return self._mesh.error
             reason = int(words.abort)
             peer = peer if reason in (0, _NO_RANK) else reason - 1
             return PeerLost(rank=self.rank, peer=peer, phase=phase, round=round)
-        if kind in (3, 4):
-            values = {self.rank: int(words.wanted), peer: int(words.seen)}
-            what = KINDS[kind].removeprefix("mismatch of ")
-            return MismatchError(what=f"{what} in {phase}", values=dict(sorted(values.items())))
+        if kind != _TIMEOUT:
+            return self._mismatch(context, phase)
         if peer in self._mesh.lost:
             return PeerLost(rank=self.rank, peer=peer, phase=phase, round=round)
         return PeerTimeout(rank=self.rank, peer=peer, phase=phase, round=round, waited_s=int(words.waited_us) / 1e6)
@@ -206,8 +229,9 @@ class NvlinkTransport(Transport):
         if mesh.error is None:
             self._look_for_declined()
             for context, words in enumerate(self._exchange.words):
-                if words.recorded:
+                if words.recorded and words.kind in (_TIMEOUT, _ABORTED):
                     mesh.record(self._error_of(context))
+            self._compare_what_was_said()
         if mesh.error is not None:
             self._exchange.abort(_NO_RANK)
         for peer in sorted(mesh.lost - mesh.departed):
@@ -215,8 +239,45 @@ class NvlinkTransport(Transport):
             if any(peer in self._needed(context) for context in range(self._config.num_contexts)):
                 self._exchange.abort(1 + peer)
 
+    def _compare_what_was_said(self) -> None:
+        """Where a kernel or a peer found a disagreement: tell all what this rank said, and wait for what they did."""
+        for (context, phase), (round, attempt, facts) in list(self._launched.items()):
+            words = self._exchange.words[context]
+            found = bool(words.recorded) and words.kind not in (_TIMEOUT, _ABORTED) and PHASES[words.phase] == phase
+            heard = self._mesh.arrived(_FACTS[phase], context, round, attempt=attempt)
+            key = (context, phase, round, attempt)
+            if (found or heard) and key not in self._told:
+                self._told[key] = time.monotonic()
+                body = json.dumps(facts, default=_dtype_name).encode()
+                self._mesh.signal(_FACTS[phase], context, round, body, attempt=attempt)
+            if found:
+                missing = self._needed(context) - {self.rank} - set(heard)
+                if not missing or time.monotonic() - self._told[key] > _STORY_S:
+                    self._mesh.record(self._mismatch(context, phase))
+
+    def _mismatch(self, context: int, phase: str) -> MismatchError:
+        """What every rank said, as far as it is known; else what the kernel compared."""
+        words = self._exchange.words[context]
+        round, attempt, facts = self._launched[context, phase]
+        heard = self._mesh.arrived(_FACTS[phase], context, round, attempt=attempt)
+        said = {rank: json.loads(body) for rank, body in heard.items()}
+        said[self.rank] = json.loads(json.dumps(facts, default=_dtype_name))
+        said = dict(sorted(said.items()))
+        names = [name for name in facts if any(each[name] != said[self.rank][name] for each in said.values())]
+        if not names:
+            values = {self.rank: int(words.wanted), int(words.peer): int(words.seen)}
+            what = KINDS[int(words.kind)].removeprefix("mismatch of ")
+            return MismatchError(what=f"{what} in {phase}", values=dict(sorted(values.items())))
+        return MismatchError(
+            what=f"{', '.join(names)} in {phase}",
+            values={
+                rank: each[names[0]] if len(names) == 1 else {name: each[name] for name in names}
+                for rank, each in said.items()
+            },
+        )
+
     def _look_for_declined(self) -> None:
-        for (context, phase), (round, attempt) in list(self._launched.items()):
+        for (context, phase), (round, attempt, _) in list(self._launched.items()):
             for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
                 self._mesh.record(from_facts(json.loads(body), reporter=peer))
 
@@ -239,6 +300,7 @@ class NvlinkTransport(Transport):
             self._base = [max(rounds) + 1 for rounds in zip(*everyone, strict=True)]
             exchange.start_over(self._base)
             self._launched.clear()
+            self._told.clear()
             self._set_all_active(absent=masked & mesh.lost)
             mesh.signal(_READY, 0, 0, peers=peers)
             mesh.wait(_READY, 0, 0, peers=peers, timeout_s=max(deadline - time.monotonic(), 0.0))
@@ -310,6 +372,10 @@ class NvlinkTransport(Transport):
     def _at(self, point: str, round: int) -> None:
         if self.hook is not None:
             self.hook(point, round)
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTransport]) -> None:

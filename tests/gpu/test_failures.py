@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -79,24 +80,53 @@ def test_a_late_rank_is_named_and_reset_goes_on(run_ranks: Any) -> None:
     assert first[1]["reporter"] is None and second[1]["reporter"] == 0
 
 
-def _other_rows(comm: Comm) -> tuple[dict[int, object], list[int]]:
+def _disagree(comm: Comm, what: str) -> tuple[str, dict[int, object], list[int]]:
+    """The last rank says something else than the others."""
     rank = comm.Get_rank()
-    with _build(comm, CASE) as moe:
-        _exact_round(moe, rank, 0)
-        _dispatch(moe, 8 + rank)
-        error = _until_error(moe, 10.0)
+    odd = rank == comm.Get_size() - 1
+    case = dataclasses.replace(CASE, ep_size=comm.Get_size(), eplb=3)
+    with _build(comm, case) as moe:
+        for _ in range(2):
+            ids = torch.zeros((4, case.top_k), dtype=torch.int32, device="cuda")
+            rows = torch.ones((4, case.hidden_size), dtype=case.dtype, device="cuda")
+            payload = torch.ones((case.ep_size, 8, case.hidden_size), dtype=case.dtype, device="cuda")
+            stats = torch.zeros(3, dtype=torch.int32, device="cuda") if odd and what == "statistics" else None
+            most = 9 if odd and what == "rows" else 8
+            payloads = [rows[:, :9].contiguous() if odd and what == "width" else rows, ids]
+            moe.dispatch(ids, payloads[: 1 if odd and what == "payloads" else 2], most, eplb_local_stats=stats)
+            if what.startswith("combine"):
+                wrong = payload[..., :8].contiguous() if what == "combine columns" else payload.half()
+                moe.combine(wrong if odd else payload, 8)
+            error = _until_error(moe, 10.0)
+            torch.cuda.synchronize()
+            counts = moe.recv_counts.tolist()
+            moe.reset(timeout_s=30.0)
+        # The object is as good as new.
+        moe.dispatch(ids, [rows, ids], 8)
+        output = moe.combine(payload, 8)
         torch.cuda.synchronize()
-        counts = moe.recv_counts.tolist()
-        moe.reset(timeout_s=30.0)
-        _exact_round(moe, rank, 1)
+        moe.check()
+        assert output.eq(1).all()
     assert isinstance(error, MismatchError), error
-    return dict(error.values), counts
+    return error.what, dict(error.values), counts
 
 
-def test_ranks_that_disagree_on_rows_all_say_so(run_ranks: Any) -> None:
-    for values, counts in run_ranks(_other_rows, 2):
-        assert values == {0: 8, 1: 9}
-        assert counts == [0, 0]
+@pytest.mark.parametrize(
+    ("what", "named", "values"),
+    [
+        ("rows", "runtime_max_tokens_per_rank in dispatch", [8, 8, 9]),
+        ("width", "payload_row_bytes in dispatch", [[512, 16], [512, 16], [18, 16]]),
+        ("payloads", "payload_row_bytes in dispatch", [[512, 16], [512, 16], [512]]),
+        ("statistics", "eplb_local_stats in dispatch", [False, False, True]),
+        ("combine columns", "payload_columns in combine", [256, 256, 8]),
+        ("combine dtype", "payload_dtype in combine", ["bfloat16", "bfloat16", "float16"]),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(run_ranks: Any, what: str, named: str, values: list[object]) -> None:
+    for told, said, counts in run_ranks(_disagree, 3, what):
+        assert told == named and said == dict(enumerate(values))
+        if not what.startswith("combine"):
+            assert counts == [0, 0, 0]
 
 
 def _refused(comm: Comm) -> tuple[str, dict[str, Any]]:
