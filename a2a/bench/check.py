@@ -128,6 +128,7 @@ class RoundPlan:
     num_tokens: tuple[int, ...]
     runtime_max_tokens_per_rank: int
     id_kind: str
+    num_picks: int
     invalid_id: int
     poison: bool
     in_workspace: bool
@@ -152,7 +153,7 @@ def check(asked: Check, comm: Comm, on_round: Callable[[], None]) -> Found:
             for index in range(rounds):
                 chooser = random.Random(f"{asked.seed} {number} {index}")
                 plan = _round_plan(chooser, scenario, comm.Get_size())
-                _count_round(covered, plan)
+                _count_round(covered, scenario, plan)
                 runner = _Round(asked.seed, index, scenario, plan, comm, planter)
                 failures += [
                     f"round {done + index}, rank {comm.Get_rank()}: {what} ({scenario.format_name or 'raw'}, "
@@ -297,7 +298,7 @@ class _Round:
         scenario, plan = self._scenario, self._plan
         generator = _generator(f"{self._key} {rank} input")
         n = plan.num_tokens[rank]
-        ids = _ids(generator, plan.id_kind, n, scenario.top_k, scenario.num_experts)
+        ids = _ids(generator, plan.id_kind, n, plan.num_picks, scenario.num_experts)
         stats = None
         if plan.with_eplb:
             stats = torch.randint(0, 1000, (scenario.eplb,), generator=generator, dtype=torch.int32)
@@ -308,7 +309,7 @@ class _Round:
             ]
             return _Input(ids, rows, [*rows, ids], stats)
         form = wire_format(scenario.format_name)
-        weights = torch.rand(n, scenario.top_k, generator=generator)
+        weights = torch.rand(n, plan.num_picks, generator=generator)
         hidden = torch.randn(n, scenario.hidden_size, generator=generator) * 4
         rows_in = hidden.to(torch.float16 if form.name == "fp16" else torch.bfloat16)
         if form.scales_dtype is None:
@@ -464,6 +465,7 @@ def _round_plan(chooser: random.Random, scenario: Scenario, ep_size: int) -> Rou
         num_tokens=sizes,
         runtime_max_tokens_per_rank=most,
         id_kind=chooser.choice(_ID_KINDS),
+        num_picks=chooser.choice((scenario.top_k, scenario.top_k, chooser.randint(1, scenario.top_k))),
         invalid_id=chooser.choice((-1, -1, scenario.num_experts, -7)),
         poison=chooser.random() < 0.5,
         in_workspace=chooser.random() < 0.5,
@@ -514,10 +516,11 @@ def _count_scenario(covered: Histogram, scenario: Scenario, rounds: int) -> None
     covered["hidden size"]["< 32" if size < 32 else "multiple of 32" if size % 32 == 0 else "other"] += rounds
 
 
-def _count_round(covered: Histogram, plan: RoundPlan) -> None:
+def _count_round(covered: Histogram, scenario: Scenario, plan: RoundPlan) -> None:
     empty = sum(1 for count in plan.num_tokens if count == 0)
     covered["empty ranks"]["all" if empty == len(plan.num_tokens) else str(empty)] += 1
     covered["ids"][plan.id_kind] += 1
+    covered["picks"]["all top_k" if plan.num_picks == scenario.top_k else "fewer"] += 1
     covered["memory"]["poisoned" if plan.poison else "as the last round left it"] += 1
     covered["payload"]["in workspace" if plan.in_workspace else "own tensor"] += 1
     covered["combine wire"]["e4m3" if plan.low_precision else "as given"] += 1

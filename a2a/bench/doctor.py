@@ -141,8 +141,12 @@ def _descriptors() -> Finding:
         )
         theirs.close()
         mine.settimeout(_PROBE_TIMEOUT_S)
-        mine.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
-        answered = mine.recv(1) == b"x"
+        try:
+            mine.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
+            answered = mine.recv(1) == b"x"
+        except ConnectionError:
+            # The other process ended; what it says of it is worth more.
+            answered = False
         _, complaint = child.communicate(timeout=_PROBE_TIMEOUT_S)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
             arrived = memory[: len(_WORD)] == _WORD

@@ -7,7 +7,7 @@ sum and to look anything up during a round.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from a2a.bench.byte_count import destinations, pair_counts
 from a2a.bench.exchange import build
 from a2a.bench.implementation import Case, Experts, Implementation, Received, as_bytes, tensor_difference
 from a2a.comm import Comm
+
+_HOT_BYTES: Final = 256 * 1024
+"""Rows that are sent to all ranks before the next ones are read: they stay in a core's own cache."""
 
 
 class Memcpy(Implementation):
@@ -55,6 +58,7 @@ class Memcpy(Implementation):
         self._outgoing = [
             block(me, payload_start, src, count, case.combine_row_bytes) for src, count in enumerate(self._arriving)
         ]
+        self._copies = self._chunks()
         total = sum(tokens.numel() for tokens in self._tokens)
         self._private = torch.zeros(total, case.combine_row_bytes, dtype=torch.uint8, device=case.device)
         self._private_parts = torch.split(self._private, [tokens.numel() for tokens in self._tokens])
@@ -69,8 +73,20 @@ class Memcpy(Implementation):
         torch.cat([as_bytes(part) for part in parts], dim=1, out=self._wire)
 
     def dispatch(self) -> None:
-        for tokens, landing in zip(self._tokens, self._landing, strict=True):
+        for tokens, landing in self._copies:
             torch.index_select(self._wire, 0, tokens, out=landing)
+
+    def _chunks(self) -> list[tuple[Tensor, Tensor]]:
+        """(tokens, where they land): a few tokens to every rank before the next few, a row is read while hot."""
+        case = self._case
+        step = case.num_tokens if case.device.type == "cuda" else max(1, _HOT_BYTES // case.dispatch_row_bytes)
+        copies = []
+        for first in range(0, case.num_tokens, max(1, step)):
+            for tokens, landing in zip(self._tokens, self._landing, strict=True):
+                here = (tokens >= first) & (tokens < first + step)
+                if bool(here.any()):
+                    copies.append((tokens[here], landing[here.nonzero()[0, 0] : here.nonzero()[-1, 0] + 1]))
+        return copies
 
     def received(self) -> Received:
         case = self._case
@@ -100,9 +116,9 @@ class Memcpy(Implementation):
 
     def copied_difference(self, rows: Tensor, experts: Experts) -> str:
         """Whether the private buffer holds, by destination rank and token, what each rank's experts wrote."""
-        case = self._case
+        case = self._case.on_host
         mine = case.dequantize(*case.quantize(rows))
-        parts = [experts(mine[tokens], rank) for rank, tokens in enumerate(self._tokens)]
+        parts = [experts(mine[tokens.cpu()], rank) for rank, tokens in enumerate(self._tokens)]
         return tensor_difference("copied rows", self._private, as_bytes(torch.cat(parts)))
 
     def close(self) -> None:

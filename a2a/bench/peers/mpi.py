@@ -6,6 +6,7 @@ Owns the peer that an MPI user would write. Refuses to start MPI where no launch
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ class MpiAllToAllv(Implementation):
     about: ClassVar[str] = "mpi4py: sort by rank, Alltoallv both ways, index_add"
 
     def __init__(self, case: Case, comm: Comm) -> None:
+        if importlib.util.find_spec("mpi4py") is None:
+            raise Unsupported(transport="mpi", reasons=("mpi4py is not installed: pip install 'a2a[mpi]'",))
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         world = self._mpi.COMM_WORLD
         if (world.Get_rank(), world.Get_size()) != (comm.Get_rank(), comm.Get_size()):
