@@ -202,13 +202,13 @@ class Arguments:
                 wanted=f"LINEAR, since {wire.name} has no scales of one byte",
                 rank=self.rank,
             )
-        quantised = hidden_states.dtype == wire.data_dtype
+        on_wire = hidden_states.dtype == wire.data_dtype
         if wire.scales_dtype is None:
             if scale is not None:
                 raise ConfigError(
                     what="scale", got="a tensor", wanted=f"None, since {wire.name} has no scales", rank=self.rank
                 )
-            if not quantised:
+            if not on_wire:
                 raise ShapeError(
                     what="hidden_states",
                     got=describe(hidden_states),
@@ -216,7 +216,7 @@ class Arguments:
                     rank=self.rank,
                 )
             return wire, None
-        if quantised:
+        if on_wire:
             if scale is None:
                 raise ConfigError(
                     what="scale",

@@ -6,6 +6,7 @@ others. Refuses to know who raises them or how they travel.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,9 +27,9 @@ class A2AError(Exception):
         for field in dataclasses.fields(self):
             setattr(self, field.name, _plain(getattr(self, field.name)))
 
+    @abc.abstractmethod
     def story(self) -> str:
         """One sentence: who, what, got, wanted, what to change."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         told = f" (reported by rank {self.reporter})" if self.reporter is not None else ""

@@ -55,6 +55,7 @@ class Region:
 
     @property
     def end_bytes(self) -> int:
+        """Offset of the first byte behind it."""
         return self.offset_bytes + self.num_bytes
 
 

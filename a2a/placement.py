@@ -41,6 +41,7 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
+        """Global experts in the table."""
         return self.table.numel()
 
     def owner(self, expert_id: int) -> int:

@@ -123,7 +123,8 @@ def dispatch(
             where = slots[src][tokens, dst]
             valid[src, where] = True
             for block, payload in zip(blocks, inputs[src].payloads, strict=True):
-                _as_bytes(block)[src, where] = _as_bytes(payload.cpu().clone(memory_format=torch.contiguous_format))[tokens]
+                rows_of_src = payload.cpu().clone(memory_format=torch.contiguous_format)
+                _as_bytes(block)[src, where] = _as_bytes(rows_of_src)[tokens]
         scrubbed = []
         for index, block in enumerate(blocks):
             fill = 0 if fill_bytes is None else fill_bytes[index]

@@ -101,23 +101,29 @@ class LocalStore:
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
+        """Keep `value` under `key`; an older one is gone."""
         self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
+        """The value of a key that `check` has found."""
         value: bytes = self._ask("get", [key])[0]
         return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that `check` has found, in one question."""
         values: list[bytes] = self._ask("get", keys)
         return values
 
     def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there; waits for none."""
         return bool(self._ask("check", keys))
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0; its new value."""
         return int(self._ask("add", [key], amount))
 
     def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
         return bool(self._ask("delete", [key]))
 
     def _ask(self, verb: str, keys: list[str], content: Any = None) -> Any:

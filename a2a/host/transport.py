@@ -231,8 +231,8 @@ class HostTransport(Transport):
         width = call.payload.shape[2]
         row_bytes = combine_row_bytes(width, call.payload.dtype, call.low_precision)
         area = self._combine_rows(call, self.rank, row_bytes)
-        quantise = call.low_precision and call.payload.dtype != torch.float8_e4m3fn
-        if not quantise:
+        quantize = call.low_precision and call.payload.dtype != torch.float8_e4m3fn
+        if not quantize:
             if not call.payload_in_workspace:
                 for source, rows in self._rows_of_tokens(call):
                     area[source, :rows].copy_(call.payload[source, :rows].view(torch.uint8))

@@ -5,6 +5,8 @@ Owns the two formats that only cast. Refuses to know blocks and scales.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,11 @@ def _dequantize_plain_fake(data: Tensor, hidden_size: int | None = None, dtype: 
     return data.new_empty((data.shape[0], check_output(hidden_size, data.shape[1], dtype)), dtype=dtype)
 
 
-_QUANTIZE = {
+_QUANTIZE: Final = {
     torch.bfloat16: register("quantize_bf16(Tensor x) -> Tensor", _quantize_bf16, _quantize_bf16_fake),
     torch.float16: register("quantize_fp16(Tensor x) -> Tensor", _quantize_fp16, _quantize_fp16_fake),
 }
-_DEQUANTIZE = register(
+_DEQUANTIZE: Final = register(
     "dequantize_plain(Tensor data, SymInt? hidden_size=None, ScalarType dtype=float) -> Tensor",
     _dequantize_plain,
     _dequantize_plain_fake,
