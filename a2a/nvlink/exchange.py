@@ -46,6 +46,9 @@ _LINE_THREADS: Final = 8
 _FEW_TOKENS: Final = 8
 _FEW_THREADS, _SMALL_THREADS, _BULK_THREADS = 64, 160, 512
 _SEGMENT_BYTES: Final = 1024
+_UNIT_BYTES: Final = 7 * 512
+"""What the bulk kernels' warps have in flight at once: 7 accesses of 16 bytes per lane. The last row of a larger unit
+would end long after the others."""
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
 
@@ -382,9 +385,9 @@ def _wire_rows(payload: Tensor) -> Tensor:
 
 
 def _segments(num_rows: int, row_bytes: int, num_warps: int) -> int:
-    """Units that a row is cut into, so that few rows still feed all warps."""
+    """Units that a row is cut into: one that a warp moves at a time, or less where few rows must feed all warps."""
     most = max(1, row_bytes // _SEGMENT_BYTES)
-    return max(1, min(most, -(-2 * num_warps // max(num_rows, 1))))
+    return max(-(-row_bytes // _UNIT_BYTES), min(most, -(-2 * num_warps // max(num_rows, 1))))
 
 
 def _digest(widths: Sequence[int], more: object) -> int:

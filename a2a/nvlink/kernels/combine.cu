@@ -6,16 +6,17 @@
 #include "combine_bulk.cuh"
 #include "combine_small.cuh"
 
-#define COMBINE(regime, name, type)                                        \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS)                \
+// Small kernels are bound by how many CTAs are resident, bulk kernels by what each thread has in flight.
+#define COMBINE(regime, min_ctas, name, type)                              \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, min_ctas)      \
       combine_##regime##_##name(const __grid_constant__ CombineParams p) { \
     combine_##regime<type>(p);                                             \
   }
 
-COMBINE(small, bf16, TYPE_BF16)
-COMBINE(small, fp16, TYPE_FP16)
-COMBINE(small, fp32, TYPE_FP32)
-COMBINE(bulk, bf16, TYPE_BF16)
-COMBINE(bulk, fp16, TYPE_FP16)
-COMBINE(bulk, fp32, TYPE_FP32)
-COMBINE(bulk, e4m3, TYPE_E4M3)
+COMBINE(small, 2, bf16, TYPE_BF16)
+COMBINE(small, 2, fp16, TYPE_FP16)
+COMBINE(small, 2, fp32, TYPE_FP32)
+COMBINE(bulk, 1, bf16, TYPE_BF16)
+COMBINE(bulk, 1, fp16, TYPE_FP16)
+COMBINE(bulk, 1, fp32, TYPE_FP32)
+COMBINE(bulk, 1, e4m3, TYPE_E4M3)

@@ -27,56 +27,132 @@ __device__ __forceinline__ void stage_unit(const CombineParams& p, const Round& 
            common_alignment(p.payload | row_bytes), here, [&](i32, i32) { return to; });
 }
 
-// Adds a segment of one token's rows. WIDE: 16-byte accesses, BATCH of them in flight per lane and holder.
-template <u32 TYPE, bool WIDE>
-__device__ __forceinline__ void sum_unit(const CombineParams& p, u32 unit, u32 row_bytes) {
-  constexpr u32 BYTES = WIDE ? 16 : size_of(TYPE), BATCH = WIDE ? 4 : 1, COUNT = BYTES / size_of(TYPE);
-  const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
-  Holders holders;
-  holders.load(p, token);
-  u32 begin, end;
-  segment_of(row_bytes, segment, p.segments, begin, end);
-  u8* const out = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);
-#pragma unroll 1
-  for (u32 at = begin; at < end; at += 32 * BATCH * BYTES) {
-    float sums[BATCH * COUNT] = {};
+// The rows of one token, in ascending rank of their holders: lane i holds where row i and row i + 32 start.
+struct HeldRows {
+  static constexpr u32 WORDS = (TOP_K + 31) / 32;
+  u64 starts[WORDS];
+  u32 count;
+
+  __device__ __forceinline__ void find(const CombineParams& p, const Holders& holders, u32 row_bytes) {
+    count = 0;
     i32 rank = -1, slot = -1;
     while (holders.next(rank, slot)) {
       // Our own rows never left the payload.
       const u64 area = u32(rank) == p.ep_rank ? p.payload : p.workspace + u32(rank) * p.stride + p.combine_offset;
-      const u8* const row = reinterpret_cast<const u8*>(area) +
-                            (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * row_bytes;
-      if (WIDE) {
-        Vec16 held[BATCH];
 #pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-          const u32 byte = at + (i * 32 + lane) * BYTES;
-          held[i] = byte < end ? load16(row + byte) : Vec16{0, 0, 0, 0};
-        }
+      for (u32 i = 0; i < WORDS; ++i)
+        if (count == i * 32 + threadIdx.x % 32)
+          starts[i] = area + (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * row_bytes;
+      ++count;
+    }
+  }
+
+  __device__ __forceinline__ const u8* operator[](u32 index) const {
+    u64 start = __shfl_sync(ALL_LANES, starts[0], index % 32);
+    if (WORDS == 2 && index >= 32) start = __shfl_sync(ALL_LANES, starts[WORDS - 1], index % 32);
+    return reinterpret_cast<const u8*>(start);
+  }
+};
+
+template <u32 BATCH>
+__device__ __forceinline__ void load_batch(const u8* row, u32 at, u32 end, Vec16* held) {
 #pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-          float* const to = sums + i * COUNT;
-          add_word<TYPE>(to, held[i].x);
-          add_word<TYPE>(to + COUNT / 4, held[i].y);
-          add_word<TYPE>(to + COUNT / 2, held[i].z);
-          add_word<TYPE>(to + COUNT / 4 * 3, held[i].w);
-        }
-      } else {
+  for (u32 i = 0; i < BATCH; ++i) {
+    const u32 byte = at + (i * 32 + threadIdx.x % 32) * 16;
+    held[i] = row && byte < end ? load16(row + byte) : Vec16{0, 0, 0, 0};
+  }
+}
+
+template <u32 TYPE>
+__device__ __forceinline__ void add_vec(float* sums, const Vec16& v) {
+  constexpr u32 STEP = per_word(TYPE);
+  add_word<TYPE>(sums, v.x);
+  add_word<TYPE>(sums + STEP, v.y);
+  add_word<TYPE>(sums + 2 * STEP, v.z);
+  add_word<TYPE>(sums + 3 * STEP, v.w);
+}
+
+// A segment of a token that at most two ranks hold: both rows are in flight before either is used, and no sum waits in
+// registers for a third.
+template <u32 TYPE>
+__device__ __forceinline__ void sum_two(const CombineParams& p, const HeldRows& rows, u8* out, u32 begin, u32 end) {
+  constexpr u32 BATCH = 7, COUNT = 16 / size_of(TYPE);
+  const u8* const first = rows.count > 0 ? rows[0] : nullptr;
+  const u8* const second = rows.count > 1 ? rows[1] : nullptr;
+#pragma unroll 1
+  for (u32 at = begin; at < end; at += 32 * BATCH * 16) {
+    Vec16 a[BATCH], b[BATCH];
+    load_batch<BATCH>(first, at, end, a);
+    load_batch<BATCH>(second, at, end, b);
 #pragma unroll
-        for (u32 i = 0; i < BATCH; ++i) {
-          const u32 byte = at + (i * 32 + lane) * BYTES;
-          if (byte >= end) continue;
-          const u32 bits = BYTES == 4 ? *reinterpret_cast<const u32*>(row + byte) : *reinterpret_cast<const u16*>(row + byte);
-          sums[i] += to_float<TYPE>(bits);
-        }
+    for (u32 i = 0; i < BATCH; ++i) {
+      const u32 byte = at + (i * 32 + threadIdx.x % 32) * 16;
+      if (byte >= end) continue;
+      float sums[COUNT] = {};
+      add_vec<TYPE>(sums, a[i]);
+      add_vec<TYPE>(sums, b[i]);
+      store_sums<COUNT>(out, byte / size_of(TYPE), p.row_elements, sums, p.output_type);
+    }
+  }
+}
+
+template <u32 TYPE>
+__device__ __forceinline__ void sum_many(const CombineParams& p, const HeldRows& rows, u8* out, u32 begin, u32 end) {
+  constexpr u32 BATCH = 4, COUNT = 16 / size_of(TYPE);
+#pragma unroll 1
+  for (u32 at = begin; at < end; at += 32 * BATCH * 16) {
+    float sums[BATCH * COUNT] = {};
+#pragma unroll 1
+    for (u32 row = 0; row < rows.count; row += 2) {
+      Vec16 a[BATCH], b[BATCH];
+      const u8* const second = rows[min(row + 1, rows.count - 1)];
+      load_batch<BATCH>(rows[row], at, end, a);
+      load_batch<BATCH>(row + 1 < rows.count ? second : nullptr, at, end, b);
+#pragma unroll
+      for (u32 i = 0; i < BATCH; ++i) {
+        add_vec<TYPE>(sums + i * COUNT, a[i]);
+        add_vec<TYPE>(sums + i * COUNT, b[i]);
       }
     }
 #pragma unroll
     for (u32 i = 0; i < BATCH; ++i) {
-      const u32 byte = at + (i * 32 + lane) * BYTES;
+      const u32 byte = at + (i * 32 + threadIdx.x % 32) * 16;
       if (byte < end) store_sums<COUNT>(out, byte / size_of(TYPE), p.row_elements, sums + i * COUNT, p.output_type);
     }
   }
+}
+
+// Element by element, for rows that do not start on 16 bytes.
+template <u32 TYPE>
+__device__ __forceinline__ void sum_narrow(const CombineParams& p, const HeldRows& rows, u8* out, u32 begin, u32 end) {
+  constexpr u32 SIZE = size_of(TYPE);
+#pragma unroll 1
+  for (u32 first = begin; first < end; first += 32 * SIZE) {
+    const u32 byte = first + threadIdx.x % 32 * SIZE;
+    float sum = 0.0f;
+    for (u32 row = 0; row < rows.count; ++row) {
+      const u8* const from = rows[row] + byte;
+      if (byte >= end) continue;
+      sum += to_float<TYPE>(SIZE == 4 ? *reinterpret_cast<const u32*>(from) : *reinterpret_cast<const u16*>(from));
+    }
+    if (byte < end) store_sums<1>(out, byte / SIZE, p.row_elements, &sum, p.output_type);
+  }
+}
+
+// Adds a segment of one token's rows.
+template <u32 TYPE>
+__device__ __forceinline__ void sum_unit(const CombineParams& p, u32 unit, u32 row_bytes) {
+  const u32 token = unit / p.segments, segment = unit % p.segments;
+  Holders holders;
+  holders.load(p, token);
+  HeldRows rows;
+  rows.find(p, holders, row_bytes);
+  u32 begin, end;
+  segment_of(row_bytes, segment, p.segments, begin, end);
+  u8* const out = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);
+  if (common_alignment(p.payload | row_bytes) != 16) sum_narrow<TYPE>(p, rows, out, begin, end);
+  else if (EP_SIZE <= 2 || TOP_K <= 2 || rows.count <= 2) sum_two<TYPE>(p, rows, out, begin, end);
+  else sum_many<TYPE>(p, rows, out, begin, end);
 }
 
 template <u32 TYPE>
@@ -87,6 +163,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   const u32 self = warp * gridDim.x + blockIdx.x, step = adders * gridDim.x;
   const u32 row_bytes = TYPE == TYPE_E4M3 ? p.row_pitch : p.row_elements * size_of(TYPE);
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  touch(p);
   __syncthreads();
   await_previous_kernel();
   next_kernel_may_come();
@@ -100,7 +177,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
     return;
   }
   if (warp == adders && blockIdx.x == 0) {
-    // Partner: check_header and acquire_rows below. Orders the payload, written by earlier kernels, before the header.
+    // Partner: check_header, in every rank. Orders the payload, written by earlier kernels, before the header.
     release_rows();
     send_headers(p, round, active, p.staged ? gridDim.x : 0);
   }
@@ -135,10 +212,8 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       for (u32 i = lane; fine && i < num_flags; i += 32) fine = await_flag(round, flags + i, rank);
     }
   }
-  acquire_rows();
   __syncthreads();
   if (verdict == VERDICT_FINE && warp < adders) {
-    const bool wide = common_alignment(p.payload | row_bytes) == 16;
     const u32 units = p.num_tokens * p.segments;
     for (u32 unit = self; unit < units;) {
       u32 next = 0;
@@ -146,10 +221,8 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       if constexpr (TYPE == TYPE_E4M3) {
         if (common_alignment(p.payload | row_bytes) >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit);
         else sum_e4m3_unit<1>(p, unit);
-      } else if (wide) {
-        sum_unit<TYPE, true>(p, unit, row_bytes);
       } else {
-        sum_unit<TYPE, false>(p, unit, row_bytes);
+        sum_unit<TYPE>(p, unit, row_bytes);
       }
       unit = __shfl_sync(ALL_LANES, next, 0);
     }

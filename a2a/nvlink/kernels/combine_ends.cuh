@@ -31,12 +31,12 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
   }
 }
 
-// One lane per rank waits for its header and compares; lanes of one warp call it with ranks of their own.
+// One lane per rank waits for its header and compares; lanes of one warp may call it with ranks of their own.
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
   u32 tokens = 0, digest = 0;
   if (!await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest)) return false;
-  if (!await_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
+  if (!await_releasing_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
   if (tokens != p.runtime_max_tokens_per_rank) {
     record_failure(round, KIND_MISMATCH_MAX_TOKENS, SIGNAL_HEADER, rank, tokens, p.runtime_max_tokens_per_rank, 0);
     return false;

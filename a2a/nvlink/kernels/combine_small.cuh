@@ -30,6 +30,7 @@ __device__ __forceinline__ void combine_small(const CombineParams& p) {
   const u32 first_part = blockIdx.x * blockDim.x + threadIdx.x, parts = gridDim.x * blockDim.x;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   const u8* const payload = reinterpret_cast<const u8*>(p.payload);
+  touch(p);
   __syncthreads();
   await_previous_kernel();
   next_kernel_may_come();

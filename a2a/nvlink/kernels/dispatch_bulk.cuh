@@ -13,18 +13,25 @@
 #endif
 
 // Copies one unit, a segment of every payload of a token, to all its destinations.
-__device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, u32 unit) {
+__device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, const RankSet& active, u32 unit) {
   const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
-  const u32* const ready = reinterpret_cast<const u32*>(mine + p.tables_ready_offset) + token / 32;
-  if (!__all_sync(ALL_LANES, await_tables(round, ready, p.ep_rank))) return false;
   Destinations to;
+  if (ROW_ORDER_TOKEN) {
+    // The slot is the token: nothing of the tables is needed, and the first rows leave without waiting for them.
+    TokenIds ids;
+    ids.load(p, token);
+    ids.destinations(p, active, token, to);
+  } else {
+    const u32* const ready = reinterpret_cast<const u32*>(mine + p.tables_ready_offset) + token / 32;
+    if (!__all_sync(ALL_LANES, await_tables(round, ready, p.ep_rank))) return false;
 #pragma unroll
-  for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
-    const u32 pick = i * 32 + lane;
-    const u64 at = u64(token) * TOP_K + pick;
-    to.ranks[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_target_ranks_offset)[at] : -1;
-    to.slots[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at] : -1;
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
+      const u32 pick = i * 32 + lane;
+      const u64 at = u64(token) * TOP_K + pick;
+      to.ranks[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_target_ranks_offset)[at] : -1;
+      to.slots[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at] : -1;
+    }
   }
   u32 payload = 0;
 #if WIRE_FORMAT
@@ -86,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, pushers = blockDim.x / 32 - 1;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  touch(p);
   __syncthreads();
   await_previous_kernel();
   next_kernel_may_come();
@@ -115,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
     for (u32 unit = self; fine && unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(claims, 1);
-      fine = push_unit(p, round, unit);
+      fine = push_unit(p, round, active, unit);
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
   } else {
@@ -159,7 +167,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
                                  u64(round.parity * EP_SIZE + rank) * MAX_CTAS;
         for (u32 i = lane; fine && i < num_flags; i += 32) fine = await_flag(round, flags + i, rank);
       }
-      acquire_rows();
     }
   }
   if (end_round(round, DISPATCH_EXITS, DISPATCH_CLAIMS, gridDim.x, blockIdx.x == 0))

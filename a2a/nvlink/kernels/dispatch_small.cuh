@@ -35,6 +35,21 @@ __device__ __forceinline__ void load_part(const DispatchParams& p, u32 token, u3
   high = pieces[1];
 }
 
+// Sends one part to every rank of its token.
+__device__ __forceinline__ void send_part(const DispatchParams& p, const Round& round, const RankSet& ranks, u32 token,
+                                          u32 part, u32 num_lines, u64 low, u64 high) {
+  if (part % 8 == 7) high = u64(round.number) << 32;
+#pragma unroll
+  for (u32 i = 0; i < RANK_WORDS; ++i) {
+    u32 left = ranks.words[i];
+    while (left) {
+      const u32 dst_rank = i * 32 + __ffs(left) - 1;
+      left &= left - 1;
+      store_line_part(dispatch_line(p, dst_rank, round.parity, p.ep_rank, token, num_lines) + u64(part) * 2, low, high);
+    }
+  }
+}
+
 // What the grid's row 0 does. Words first: every receiver's copying waits for them. What a warp does besides is spread
 // from the last warp down, so that few do two things one after the other. `ranks`: of the warp's first word.
 __device__ __forceinline__ void route_and_count(const DispatchParams& p, const Round& round, const RankSet& active,
@@ -121,7 +136,9 @@ __device__ __forceinline__ bool receive_row(const DispatchParams& p, const Round
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS) dispatch_small(const __grid_constant__ DispatchParams p) {
+// Bound by how many CTAs are resident; one that quantises takes a row at a time and needs its registers more.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, WIRE_FORMAT ? 1 : 2)
+    dispatch_small(const __grid_constant__ DispatchParams p) {
   __shared__ u32 verdict;
   __shared__ u32 bases[MAX_THREADS / 32 * EP_SIZE];
 #if WIRE_FORMAT
@@ -131,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) dispatch_small(const _
   const u32 lane = threadIdx.x % 32;
   const u32 num_lines = (image_bytes(p) + LINE_DATA_BYTES - 1) / LINE_DATA_BYTES;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  touch(p);
   __syncthreads();
   await_previous_kernel();
   next_kernel_may_come();
@@ -167,39 +185,39 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) dispatch_small(const _
   if (blockIdx.y == 0) {
     route_and_count(p, round, active, ranks, bases);
   } else {
-    for (u32 token = blockIdx.y - 1; token < p.num_tokens; token += gridDim.y - 1) {
 #if WIRE_FORMAT
+    for (u32 token = blockIdx.y - 1; token < p.num_tokens; token += gridDim.y - 1) {
       __syncthreads();
       quantize_image(p, token, image);
       __syncthreads();
-#endif
-      const bool ahead = token == blockIdx.y - 1;
-      if (!ahead) ids.load(p, token);
-      for (u32 part = first_part; part - lane < num_lines * 8; part += parts) {
-        if (part < num_lines * 8) {
-#if WIRE_FORMAT
-          const u32 at = part / 8 * LINE_DATA_BYTES + part % 8 * 16;
-          low = at < image_bytes(p) ? image[at / 8] : 0;
-          high = at + 8 < image_bytes(p) ? image[at / 8 + 1] : 0;
-#else
-          if (!ahead || part != first_part) load_part(p, token, part, low, high);
-#endif
-          if (part % 8 == 7) high = u64(round.number) << 32;
-        }
-        if (part == first_part) ranks = ids.ranks(p, active);
-        if (part >= num_lines * 8) continue;
-#pragma unroll
-        for (u32 i = 0; i < RANK_WORDS; ++i) {
-          u32 left = ranks.words[i];
-          while (left) {
-            const u32 dst_rank = i * 32 + __ffs(left) - 1;
-            left &= left - 1;
-            store_line_part(dispatch_line(p, dst_rank, round.parity, p.ep_rank, token, num_lines) + u64(part) * 2, low,
-                            high);
-          }
-        }
+      if (token != blockIdx.y - 1) ids.load(p, token);
+      ranks = ids.ranks(p, active);
+      for (u32 part = first_part; part < num_lines * 8; part += parts) {
+        const u32 at = part / 8 * LINE_DATA_BYTES + part % 8 * 16;
+        low = at < image_bytes(p) ? image[at / 8] : 0;
+        high = at + 8 < image_bytes(p) ? image[at / 8 + 1] : 0;
+        send_part(p, round, ranks, token, part, num_lines, low, high);
       }
     }
+#else
+    // What is sent next is read before what is sent now is stored.
+    for (u32 token = blockIdx.y - 1, part = first_part; token < p.num_tokens;) {
+      if (part == first_part) ranks = ids.ranks(p, active);
+      u32 next_token = token, next_part = part + parts;
+      if (next_part - lane >= num_lines * 8) {
+        next_token += gridDim.y - 1;
+        next_part = first_part;
+        if (next_token < p.num_tokens) ids.load(p, next_token);
+      }
+      u64 next_low = 0, next_high = 0;
+      if (next_token < p.num_tokens && next_part < num_lines * 8) load_part(p, next_token, next_part, next_low, next_high);
+      if (part < num_lines * 8) send_part(p, round, ranks, token, part, num_lines, low, high);
+      token = next_token;
+      part = next_part;
+      low = next_low;
+      high = next_high;
+    }
+#endif
     bool fine = true;
     for (u32 token = blockIdx.y - 1; fine && token < tokens; token += gridDim.y - 1)
       for (u32 i = 0; fine && i < EP_SIZE; ++i) {

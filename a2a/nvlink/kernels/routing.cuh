@@ -8,6 +8,7 @@
 // is ever incremented and nothing needs to be zeroed.
 #pragma once
 
+#include "rows.cuh"
 #include "sync.cuh"
 
 constexpr u32 RANK_WORDS = (EP_SIZE + 31) / 32;
@@ -90,6 +91,30 @@ struct TokenIds {
 #pragma unroll
     for (u32 i = 0; i < RANK_WORDS; ++i) found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]);
     return found;
+  }
+
+  // First pick per rank, all in the same slot.
+  __device__ __forceinline__ void destinations(const DispatchParams& p, const RankSet& active, u32 slot,
+                                               Destinations& to) const {
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
+      to.ranks[i] = rank_of(p, active, ids[i]);
+      to.slots[i] = i32(slot);
+    }
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
+      // A lane that is not the lowest of those with its rank drops out, and so does one whose rank an earlier 32 had.
+      const u32 same = __match_any_sync(ALL_LANES, to.ranks[i]);
+      bool first = to.ranks[i] >= 0 && (same & ((1u << threadIdx.x % 32) - 1)) == 0;
+#pragma unroll
+      for (u32 earlier = 0; earlier < i; ++earlier) {
+        for (u32 lane = 0; lane < 32; ++lane) {
+          const i32 other = __shfl_sync(ALL_LANES, to.ranks[earlier], lane);
+          if (other == to.ranks[i]) first = false;
+        }
+      }
+      if (!first) to.ranks[i] = -1;
+    }
   }
 };
 

@@ -6,6 +6,12 @@
 
 #include "sync.cuh"
 
+// Where the rows of one token go, spread over the lanes of a warp: lane i holds picks i and i + 32, a rank at most once.
+struct Destinations {
+  i32 ranks[(TOP_K + 31) / 32];
+  i32 slots[(TOP_K + 31) / 32];
+};
+
 struct alignas(16) Vec16 { u32 x, y, z, w; };
 struct alignas(8) Vec8 { u32 x, y; };
 
@@ -28,12 +34,6 @@ __device__ __forceinline__ void store16(u8* to, const Vec16& v) {
 }
 
 // ---- whole rows (bulk) ---------------------------------------------------------------------------------------------
-
-// Where the rows of one token go, spread over the lanes of a warp: lane i holds picks i and i + 32.
-struct Destinations {
-  i32 ranks[(TOP_K + 31) / 32];
-  i32 slots[(TOP_K + 31) / 32];
-};
 
 // Calls visit(rank, slot) once per destination, warp-uniform.
 template <typename Visit>

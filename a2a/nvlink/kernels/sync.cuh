@@ -53,6 +53,15 @@ __device__ __forceinline__ void next_kernel_may_come() {
 #endif
 }
 
+// Brings a kernel's parameters into the constant cache. Each line's first read is a miss; made before
+// await_previous_kernel, the misses pass while the previous kernel still runs.
+template <typename Params>
+__device__ __forceinline__ void touch(const Params& params) {
+#pragma unroll
+  for (u32 at = 0; at < sizeof(Params) / 4; at += 16)
+    asm volatile("" ::"r"(reinterpret_cast<const u32*>(&params)[at]));
+}
+
 // ---- one round -----------------------------------------------------------------------------------------------------
 
 // Words of the region round_state.
@@ -221,21 +230,34 @@ __device__ __forceinline__ void load_line_part(const u64* from, u64& low, u64& h
 // Publishes all that this CTA's threads wrote, wherever, before the barrier that must stand between them and this call.
 // Barrier: their stores happen before it returns here. Fence + relaxed store: a release pattern at system scope, and
 // fences are cumulative, so those stores happen before the flag is seen. Every CTA raises its own flag: a flag raised
-// by one CTA for others would need them to synchronise first. Partner: await_flag, or await_word with acquire_rows.
+// by one CTA for others would need them to synchronise first. Partner: await_flag, or
+// await_releasing_word.
 __device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
 
-// The acquire half: after a relaxed load has seen what was stored behind release_rows, this fence makes the rows
-// visible to the calling thread, and through a CTA barrier to its CTA; through the end of the kernel to later kernels.
-__device__ __forceinline__ void acquire_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
+// The acquire half. The load that sees the flag is an acquire itself: the rows are visible to the calling thread
+// afterwards, and through a CTA barrier to its CTA; through the end of the kernel to later kernels.
 __device__ __forceinline__ bool await_flag(const Round& round, const u32* from, u32 peer) {
   Patience patience;
   while (true) {
-    const u32 seen = load_relaxed(from);
+    u32 seen;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
     if (seen == round.number) return true;
     if (give_up(round, patience, SIGNAL_FLAG, peer, seen)) return false;
+  }
+}
+
+// As await_word, for a word that was published behind release_rows: acquires what that released.
+__device__ __forceinline__ bool await_releasing_word(const Round& round, const u64* from, u32 signal, u32 peer,
+                                                     u32& value) {
+  Patience patience;
+  while (true) {
+    u64 seen;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+    value = u32(seen);
+    if (u32(seen >> 32) == round.number) return true;
+    if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;
   }
 }
 
