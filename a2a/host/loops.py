@@ -7,23 +7,9 @@ Refuses to know the protocol: it gets tensors and offsets.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import importlib.util
 
 from torch import Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Route:
-    """Where the tokens of one rank go in one round.
-
-    Attributes:
-        slots: int32 `[n, ep]`, the row that a token takes in this rank's block at each rank, -1 where it has none.
-        counts: int32 `[ep]`, rows sent to each rank.
-    """
-
-    slots: Tensor
-    counts: Tensor
 
 
 class Loops(abc.ABC):
@@ -31,8 +17,15 @@ class Loops(abc.ABC):
 
     @abc.abstractmethod
     def route(
-        self, ids: Tensor, owners: Tensor, active: Tensor, compact: bool, targets: Tensor, indices: Tensor
-    ) -> Route:
+        self,
+        ids: Tensor,
+        owners: Tensor,
+        active: Tensor,
+        compact: bool,
+        targets: Tensor,
+        indices: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
         """Find every pick's rank and slot.
 
         Args:
@@ -42,6 +35,10 @@ class Loops(abc.ABC):
             compact: slots count the tokens that have a pick at the rank; else a token's slot is its index.
             targets: int32 `[n, k]`, written: the rank at the first pick there, else -1.
             indices: int32 `[n, k]`, written: its slot, else -1.
+            counts: int32 `[ep]`, written: rows sent to each rank.
+
+        Returns:
+            int32 `[n, ep]`, the row that a token takes in this rank's block at each rank, -1 where it has none.
         """
 
     @abc.abstractmethod
@@ -50,7 +47,7 @@ class Loops(abc.ABC):
 
         Args:
             rows: uint8 `[n, row_bytes]`.
-            slots: see `Route`.
+            slots: as `route` returns them.
             memory: uint8, all workspaces as one 1-D tensor.
             starts: int64 `[ep]`, offset in `memory` of the block this rank writes at each rank.
         """
@@ -73,7 +70,7 @@ class Loops(abc.ABC):
         Args:
             words: all workspaces as one 1-D tensor of the rows' dtype: bf16, fp16 or fp32.
             base: int64 `[ep]`, element offset in `words` of the block that each rank keeps for this one.
-            slots: see `Route`.
+            slots: as `route` returns them.
             output: `[n, H']` bf16, fp16 or fp32, contiguous.
         """
 

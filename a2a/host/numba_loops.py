@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from a2a.host.loops import Loops, Route
+from a2a.host.loops import Loops
 
 _BF16: Final = 0
 _FP16: Final = 1
@@ -203,17 +203,25 @@ class NumbaLoops(Loops):
         bytes_, row = torch.zeros(4, dtype=torch.uint8), torch.zeros((1, 4), dtype=torch.uint8)
         one, offset = torch.zeros((1, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         for ids in (one, one.long()):
-            route = self.route(ids, one[0], torch.ones(1, dtype=torch.uint8), True, one.clone(), one.clone())
-            self.fill_padded(ids[None].clone(), route.counts, None, 0)
-        self.write_rows(row, route.slots, bytes_, offset)
-        self.fill_padded(row[None].clone(), route.counts, None, 0)
-        self.sum_rows(torch.zeros(4), offset, route.slots, torch.zeros((1, 4)))
+            slots = self.route(
+                ids, one[0], torch.ones(1, dtype=torch.uint8), True, one.clone(), one.clone(), one[0].clone()
+            )
+            self.fill_padded(ids[None].clone(), one[0], None, 0)
+        self.write_rows(row, slots, bytes_, offset)
+        self.fill_padded(row[None].clone(), one[0], None, 0)
+        self.sum_rows(torch.zeros(4), offset, slots, torch.zeros((1, 4)))
 
     def route(
-        self, ids: Tensor, owners: Tensor, active: Tensor, compact: bool, targets: Tensor, indices: Tensor
-    ) -> Route:
+        self,
+        ids: Tensor,
+        owners: Tensor,
+        active: Tensor,
+        compact: bool,
+        targets: Tensor,
+        indices: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
         slots = torch.empty((ids.shape[0], active.shape[0]), dtype=torch.int32)
-        counts = torch.empty(active.shape[0], dtype=torch.int32)
         _route(
             ids.numpy(),
             owners.numpy(),
@@ -224,7 +232,7 @@ class NumbaLoops(Loops):
             targets.numpy(),
             indices.numpy(),
         )
-        return Route(slots, counts)
+        return slots
 
     def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
         _write_rows(rows.view(-1).numpy(), rows.shape[1], slots.numpy(), memory.numpy(), starts.numpy())

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from a2a.host.loops import Loops, Route
+from a2a.host.loops import Loops
 
 _CHUNK_ELEMENTS: Final = 1 << 17
 """fp32 accumulators of one chunk, half a MiB: they stay in the second-level cache between ranks."""
@@ -20,8 +20,15 @@ class TorchLoops(Loops):
     """See `Loops`."""
 
     def route(
-        self, ids: Tensor, owners: Tensor, active: Tensor, compact: bool, targets: Tensor, indices: Tensor
-    ) -> Route:
+        self,
+        ids: Tensor,
+        owners: Tensor,
+        active: Tensor,
+        compact: bool,
+        targets: Tensor,
+        indices: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
         (n, k), ep = ids.shape, active.shape[0]
         picks = ids.long()
         known = (picks >= 0) & (picks < owners.shape[0])
@@ -37,7 +44,8 @@ class TorchLoops(Loops):
         first &= known
         targets.copy_(torch.where(first, ranks, -1))
         indices.copy_(torch.where(first, torch.nn.functional.pad(slots, (0, 1), value=-1).gather(1, ranks), -1))
-        return Route(slots.int(), hits.sum(0, dtype=torch.int32))
+        counts.copy_(hits.sum(0))
+        return slots.int()
 
     def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
         num_tokens, row_bytes = rows.shape

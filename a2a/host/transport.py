@@ -15,6 +15,7 @@ A doorbell is a message through a unix socket: what was stored before it was sen
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ from a2a.comm import Comm
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
 from a2a.errors import MismatchError, from_facts
-from a2a.host.loops import Route, fastest
+from a2a.host.loops import fastest
 from a2a.host.memory import shared_workspaces
 from a2a.layout import WorkspaceLayout, combine_row_bytes
 from a2a.placement import Placement
@@ -44,6 +45,60 @@ _DECLINED: Final = b"!"
 _PHASES: Final = {"dispatch": _ENTER, "combine": _READY}
 _LOW_PRECISION_CHUNK: Final = 1 << 18
 """Elements dequantised at a time, so that they stay in the second-level cache."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tables:
+    """Views of one context's control regions, made once: a round makes few tensors of its own.
+
+    Attributes:
+        targets, indices: int32 `[M * top_k]`, flat space of the two tables of this rank.
+        send_counts, recv_counts: int32 `[ep]` of this rank.
+        counts_there: int32 `[ep]`, strided: this rank's entry in the recv_counts of each receiver. It lies at the same
+            offset of each workspace, so that one store reaches all.
+        statistics_there: int32 `[ep, Es]`, likewise, or None.
+        valid: uint8 `[ep, M]`, slots of this rank's blocks that hold a row, or None for compact rows.
+        valid_there: uint8 `[ep, M]`, strided: this rank's block at each receiver, or None.
+        mask: uint64 `[ceil(ep/64)]`, or None.
+    """
+
+    targets: Tensor
+    indices: Tensor
+    send_counts: Tensor
+    recv_counts: Tensor
+    counts_there: Tensor
+    statistics_there: Tensor | None
+    valid: Tensor | None
+    valid_there: Tensor | None
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, workspace: Tensor, layout: WorkspaceLayout, context: int, rank: int) -> _Tables:
+        ep = layout.config.ep_size
+
+        def everywhere(name: str, dtype: torch.dtype) -> Tensor:
+            region = layout.region(name, context)
+            return workspace[:, region.offset_bytes : region.end_bytes].view(dtype)
+
+        statistics = valid = mask = None
+        if layout.config.eplb_stats_num_experts:
+            statistics = everywhere("eplb_gathered_stats", torch.int32).view(ep, ep, -1)[:, rank]
+        if layout.config.row_order == "token":
+            valid = everywhere("row_valid", torch.uint8).view(ep, ep, -1)
+        if layout.config.enable_rank_mask:
+            mask = everywhere("rank_mask", torch.uint64)[rank]
+        counts = everywhere("recv_counts", torch.int32)
+        return cls(
+            targets=everywhere("topk_target_ranks", torch.int32)[rank],
+            indices=everywhere("topk_send_indices", torch.int32)[rank],
+            send_counts=everywhere("send_counts", torch.int32)[rank],
+            recv_counts=counts[rank],
+            counts_there=counts[:, rank],
+            statistics_there=statistics,
+            valid=None if valid is None else valid[rank],
+            valid_there=None if valid is None else valid[:, rank],
+            mask=mask,
+        )
 
 
 class HostTransport(Transport):
@@ -85,12 +140,13 @@ class HostTransport(Transport):
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
         self._rank_starts = torch.arange(config.ep_size) * self._stride
         self._all_active = torch.ones(config.ep_size, dtype=torch.uint8)
-        self._routes: dict[int, Route] = {}
+        self._slots: dict[int, Tensor] = {}
         self._entries: dict[object, bytes] = {}
         self._loops = fastest()
-        for context in range(config.num_contexts):
-            if config.enable_rank_mask:
-                self._set_active(context, self._everyone)
+        self._tables = [
+            _Tables.of(self.workspace, layout, context, self.rank) for context in range(config.num_contexts)
+        ]
+        self._set_active(self._everyone)
         # Nobody writes before everybody's memory and mask are ready.
         comm.barrier()
 
@@ -104,17 +160,17 @@ class HostTransport(Transport):
         entry = self._entry(call, active)
         mesh.signal(_ENTER, context, round, entry, peers=peers, timeout_s=call.timeout_s)
         # The peers' entries travel while this rank works out where its tokens go.
-        route = self._route(call, active)
+        slots = self._route(call, active)
         sources = _wire_rows(call)
         heard = mesh.wait(_ENTER, context, round, peers=peers, timeout_s=call.timeout_s)
         self._compare(_ENTER, entry, heard)
         self._at("dispatch.write", round)
-        self._routes[context] = route
-        self._write_tables(call, route, active)
+        self._slots[context] = slots
+        self._write_tables(call, slots, active)
         most = call.runtime_max_tokens_per_rank
         for payload, rows in zip(call.payloads, sources, strict=True):
             block = payload.offset_bytes + self.rank * most * payload.row_bytes
-            self._loops.write_rows(rows, route.slots, self._memory, self._rank_starts + block)
+            self._loops.write_rows(rows, slots, self._memory, self._rank_starts + block)
         self._at("dispatch.signal", round)
         mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
         self._at("dispatch.wait", round)
@@ -131,8 +187,8 @@ class HostTransport(Transport):
             entry = self._entries[key] = json.dumps(dict(zip(names, key, strict=True))).encode()
         return entry
 
-    def _route(self, call: DispatchCall, active: Sequence[int]) -> Route:
-        n, k = call.topk_ids.shape
+    def _route(self, call: DispatchCall, active: Sequence[int]) -> Tensor:
+        (n, k), tables = call.topk_ids.shape, self._tables[call.context]
         takes_part = self._all_active
         if len(active) != self._config.ep_size:
             takes_part = torch.zeros_like(takes_part)
@@ -142,45 +198,41 @@ class HostTransport(Transport):
             self._placement.table,
             takes_part,
             self._config.row_order == "compact",
-            self._table("topk_target_ranks", call.context)[: n * k].view(n, k),
-            self._table("topk_send_indices", call.context)[: n * k].view(n, k),
+            tables.targets[: n * k].view(n, k),
+            tables.indices[: n * k].view(n, k),
+            tables.send_counts,
         )
 
-    def _write_tables(self, call: DispatchCall, route: Route, active: Sequence[int]) -> None:
-        ep, context = self._config.ep_size, call.context
-        self._table("send_counts", context).copy_(route.counts)
+    def _write_tables(self, call: DispatchCall, slots: Tensor, active: Sequence[int]) -> None:
+        ep, tables = self._config.ep_size, self._tables[call.context]
         everywhere = len(active) == ep
         to: slice | Tensor = slice(None) if everywhere else torch.tensor(active)
-        # One strided store reaches every receiver: count and statistics lie at the same offset of each workspace.
-        self._tables("recv_counts", context)[to, self.rank] = route.counts[to]
-        if call.eplb_local_stats is not None:
-            self._tables("eplb_gathered_stats", context).view(ep, ep, -1)[to, self.rank] = call.eplb_local_stats
-        valid: Tensor | None = None
-        if self._config.row_order == "token":
+        tables.counts_there[to] = tables.send_counts[to]
+        if call.eplb_local_stats is not None and tables.statistics_there is not None:
+            tables.statistics_there[to] = call.eplb_local_stats
+        if tables.valid_there is not None:
             most = call.runtime_max_tokens_per_rank
             valid = torch.zeros((ep, most), dtype=torch.uint8)
-            valid[:, : route.slots.shape[0]] = (route.slots >= 0).T
-            self._valid_rows(context)[to, self.rank, :most] = valid[to]
+            valid[:, : slots.shape[0]] = (slots >= 0).T
+            tables.valid_there[to, :most] = valid[to]
         if not everywhere:
             silent = [rank for rank in self._everyone if rank not in active]
-            self._table("recv_counts", context)[silent] = 0
-            if valid is not None:
-                self._valid_rows(context)[self.rank, silent] = 0
+            tables.recv_counts[silent] = 0
+            if tables.valid is not None:
+                tables.valid[silent] = 0
 
     def _scrub(self, call: DispatchCall) -> None:
-        most, ep = call.runtime_max_tokens_per_rank, self._config.ep_size
-        counts = self._table("recv_counts", call.context)
-        valid = None
-        if self._config.row_order == "token":
-            valid = self._valid_rows(call.context)[self.rank, :, :most]
+        most, ep, tables = call.runtime_max_tokens_per_rank, self._config.ep_size, self._tables[call.context]
+        valid = None if tables.valid is None else tables.valid[:, :most]
         for index, payload in enumerate(call.payloads):
+            is_ids = index == call.ids_payload
+            if not is_ids and payload.fill_byte is None:
+                continue
             area = self._block(self.rank, payload.offset_bytes, ep * most, payload.row_bytes).view(ep, most, -1)
-            if index == call.ids_payload:
-                wide = payload.row_bytes > 4 * call.topk_ids.shape[1]
-                ids = area.view(torch.int64 if wide else torch.int32)
-                self._loops.fill_padded(ids, counts, valid, call.invalid_id)
-            elif payload.fill_byte is not None:
-                self._loops.fill_padded(area, counts, valid, payload.fill_byte)
+            if is_ids:
+                area = area.view(torch.int64 if payload.row_bytes > 4 * call.topk_ids.shape[1] else torch.int32)
+            value = call.invalid_id if is_ids else payload.fill_byte or 0
+            self._loops.fill_padded(area, tables.recv_counts, valid, value)
 
     # ---- combine ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +240,6 @@ class HostTransport(Transport):
         mesh, context, round = self._mesh, call.context, call.round
         active = self._active_ranks(context)
         peers = [rank for rank in active if rank != self.rank]
-        route = self._routes[context]
         self._at("combine.stage", round)
         self._stage(call)
         self._at("combine.signal", round)
@@ -198,7 +249,7 @@ class HostTransport(Transport):
         heard = mesh.wait(_READY, context, round, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
         self._compare(_READY, entry, heard)
         self._at("combine.sum", round)
-        slots = route.slots
+        slots = self._slots[context]
         if len(active) != self._config.ep_size:
             # A rank masked out since the dispatch adds nothing.
             gone = [rank for rank in self._everyone if rank not in active]
@@ -248,11 +299,12 @@ class HostTransport(Transport):
 
     def _rows_of_tokens(self, call: CombineCall) -> list[tuple[int, int]]:
         """(source, rows) of every block that has any: rows up to its last token's, beyond which nobody reads."""
-        if self._config.row_order == "token":
-            valid = self._valid_rows(call.context)[self.rank, :, : call.runtime_max_tokens_per_rank] != 0
+        tables = self._tables[call.context]
+        if tables.valid is not None:
+            valid = tables.valid[:, : call.runtime_max_tokens_per_rank] != 0
             ends = (valid * torch.arange(1, valid.shape[1] + 1)).amax(1).tolist()
         else:
-            ends = self._table("recv_counts", call.context).tolist()
+            ends = tables.recv_counts.tolist()
         return [(source, rows) for source, rows in enumerate(ends) if rows]
 
     def _sum(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
@@ -293,15 +345,14 @@ class HostTransport(Transport):
         self._mesh.check()
 
     def reset(self, *, timeout_s: float) -> None:
-        masked: set[int] = set()
-        if self._config.enable_rank_mask:
-            for context in range(self._config.num_contexts):
-                masked |= set(self._everyone) - set(self._active_ranks(context))
+        masked = {
+            rank
+            for context in range(self._config.num_contexts)
+            for rank in set(self._everyone) - set(self._active_ranks(context))
+        }
         self._mesh.reset(timeout_s=timeout_s, absent=masked)
-        self._routes.clear()
-        if self._config.enable_rank_mask:
-            for context in range(self._config.num_contexts):
-                self._set_active(context, [rank for rank in self._everyone if rank not in self._mesh.lost])
+        self._slots.clear()
+        self._set_active([rank for rank in self._everyone if rank not in self._mesh.lost])
 
     def close(self) -> None:
         self._mesh.close()
@@ -330,20 +381,6 @@ class HostTransport(Transport):
 
     # ---- views -----------------------------------------------------------------------------------------------------
 
-    def _tables(self, name: str, context: int) -> Tensor:
-        """int32 `[ep, words]`: the same region of every rank's workspace."""
-        region = self._layout.region(name, context)
-        return self.workspace[:, region.offset_bytes : region.end_bytes].view(torch.int32)
-
-    def _table(self, name: str, context: int) -> Tensor:
-        return self._tables(name, context)[self.rank]
-
-    def _valid_rows(self, context: int) -> Tensor:
-        """uint8 `[ep, ep, M]`: by receiver and source, which slots hold a row."""
-        region = self._layout.region("row_valid", context)
-        ep = self._config.ep_size
-        return self.workspace[:, region.offset_bytes : region.end_bytes].view(ep, ep, -1)
-
     def _block(self, rank: int, start_bytes: int, rows: int, row_bytes: int) -> Tensor:
         """uint8 `[rows, row_bytes]` in a rank's workspace."""
         return self.workspace[rank, start_bytes : start_bytes + rows * row_bytes].view(rows, row_bytes)
@@ -355,20 +392,19 @@ class HostTransport(Transport):
         return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
 
     def _active_ranks(self, context: int) -> Sequence[int]:
-        if not self._config.enable_rank_mask:
+        mask = self._tables[context].mask
+        if mask is None:
             return self._everyone
-        words = self._mask(context).tolist()
+        words = mask.tolist()
         return [rank for rank in self._everyone if words[rank // 64] >> (rank % 64) & 1]
 
-    def _mask(self, context: int) -> Tensor:
-        region = self._layout.region("rank_mask", context)
-        return self.workspace[self.rank, region.offset_bytes : region.end_bytes].view(torch.uint64)
-
-    def _set_active(self, context: int, ranks: Sequence[int]) -> None:
+    def _set_active(self, ranks: Sequence[int]) -> None:
         words = [0] * -(-self._config.ep_size // 64)
         for rank in ranks:
             words[rank // 64] |= 1 << rank % 64
-        self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
+        for tables in self._tables:
+            if tables.mask is not None:
+                tables.mask.copy_(torch.tensor(words, dtype=torch.uint64))
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:
