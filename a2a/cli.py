@@ -477,9 +477,15 @@ def rank_main(command: str, task: Any, json: str | None, launcher: str) -> int:
     import torch
 
     from a2a.comm import resolve
+    from a2a.comm.launcher import MPI_KINDS
     from a2a.env import Env
 
     comm = resolve(None, timeout_s=Env.read().startup_timeout_s)
+    if launcher in MPI_KINDS:
+        from a2a.comm.mpi import forget_names
+
+        # The job is this command alone, and a rank of it may be killed.
+        forget_names(comm)
     # The same for all implementations: the ranks of a machine share its cores.
     threads = max(1, len(os.sched_getaffinity(0)) // comm.Get_size())
     torch.set_num_threads(threads)

@@ -6,6 +6,8 @@ to be imported before an MPI communicator is given or chosen.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 from typing import Any
 
@@ -13,6 +15,8 @@ import numpy as np
 
 from a2a.comm.protocol import UNKNOWN_PEER, Comm, Deadline, check_color, check_root
 from a2a.errors import ConfigError, Unsupported
+
+_MPICH_SHARED_MEMORY = "/dev/shm/mpich_shm_"
 
 _ABSENT = (
     "an MPI collective cannot tell which rank is absent: look for the rank that did not get here, or raise "
@@ -111,6 +115,22 @@ def abort(exit_status: int) -> None:
     mpi = _mpi()
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_status)
+
+
+def forget_names(comm: Comm) -> None:
+    """Takes away the names that MPICH gave this job's shared memory. Collective.
+
+    MPICH does so itself only at the end of a job in good order: after a kill they would stay in /dev/shm. The memory
+    itself lives until the last rank unmaps it. For programs that own the job, since nobody can attach by name later.
+    """
+    # Every rank has attached once all are here.
+    comm.barrier()
+    with open("/proc/self/maps") as maps:
+        names = {line.split()[-1] for line in maps if _MPICH_SHARED_MEMORY in line and "(deleted)" not in line}
+    for name in names:
+        # Every rank tries.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def _mpi() -> Any:
