@@ -186,48 +186,19 @@ def _devices(torch: Any) -> list[Finding]:
     return [
         Finding("GPUs", None, f"{count}: " + ", ".join(names)),
         Finding("peer access", open_pairs == pairs if pairs else None, f"{len(open_pairs)} of {len(pairs)} pairs"),
-        *_handle_types(),
+        *_handle_types(torch.device("cuda", 0)),
     ]
 
 
-def _handle_types() -> list[Finding]:
-    """Driver memory of each handle type, created and exported on device 0."""
-    try:
-        driver = importlib.import_module("cuda.bindings.driver")
-    except ImportError:
+def _handle_types(device: Any) -> list[Finding]:
+    """Memory of each handle type, created and exported on one GPU."""
+    if installed("cuda-bindings") is None:
         return [Finding("GPU handle types", None, "not tried: cuda-bindings is not installed")]
-    kinds = driver.CUmemAllocationHandleType
-    found = []
-    for name, kind in (
-        ("POSIX descriptor", kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-        ("FABRIC", kinds.CU_MEM_HANDLE_TYPE_FABRIC),
-    ):
-        reason = _try_handle(driver, kind)
-        found.append(Finding(f"GPU handle type {name}", not reason, f"tried: {reason or 'created and exported'}"))
-    return found
-
-
-def _try_handle(driver: Any, kind: Any) -> str:
-    """Why memory of that handle type cannot be shared, or an empty string."""
-    properties = driver.CUmemAllocationProp()
-    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = 0
-    properties.requestedHandleTypes = kind
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    status, size = driver.cuMemGetAllocationGranularity(properties, minimum)
-    if status.value:
-        return f"cuMemGetAllocationGranularity: {status.name}"
-    status, handle = driver.cuMemCreate(size, properties, 0)
-    if status.value:
-        return f"cuMemCreate: {status.name}"
-    status, exported = driver.cuMemExportToShareableHandle(handle, kind, 0)
-    driver.cuMemRelease(handle)
-    if status.value:
-        return f"cuMemExportToShareableHandle: {status.name}"
-    if kind == driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
-        os.close(int(exported))
-    return ""
+    reasons = importlib.import_module("a2a.nvlink.memory").handle_reasons(device)
+    return [
+        Finding(f"GPU handle type {name}", reason is None, f"tried: {reason or 'created and exported'}")
+        for name, reason in reasons.items()
+    ]
 
 
 def _mpi() -> Finding:

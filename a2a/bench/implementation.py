@@ -62,10 +62,12 @@ class Case:
 
     @property
     def wire_format(self) -> WireFormat:
+        """The rules of the dispatch wire."""
         return wire_format(self.format_name)
 
     @property
     def placement(self) -> Placement:
+        """Contiguous shares."""
         return Placement.contiguous(self.num_experts, self.ep_size)
 
     @property
@@ -75,10 +77,12 @@ class Case:
 
     @functools.cached_property
     def topk_ids(self) -> Tensor:
+        """int32 `[n, k]` of this rank, on the case's device."""
         return self.workload.topk_ids[self.ep_rank].to(self.device)
 
     @functools.cached_property
     def topk_weights(self) -> Tensor:
+        """float32 `[n, k]` of this rank, on the case's device."""
         return self.workload.topk_weights[self.ep_rank].to(self.device)
 
     @property
@@ -111,6 +115,7 @@ class Case:
 
     @property
     def combine_row_bytes(self) -> int:
+        """Bytes of a row on the combine wire."""
         return 2 * self.hidden_size
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:

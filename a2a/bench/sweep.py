@@ -79,6 +79,7 @@ class Sweep:
 
     @property
     def num_cases(self) -> int:
+        """Number of combinations."""
         return len(list(self._combinations()))
 
     @property

@@ -198,6 +198,26 @@ class _Mapping:
             return
 
 
+def handle_reasons(device: torch.device) -> dict[str, str | None]:
+    """Why memory of a GPU cannot be shared by each type of handle; None where it was created and exported just now."""
+    found: dict[str, str | None] = {}
+    for name, kind in (("posix", _POSIX), ("fabric", _FABRIC)):
+        handle: Any = None
+        try:
+            with on_device(device):
+                handle = _create(device, kind, _granularity(device, kind))
+                exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, kind, 0))
+            if kind == _POSIX:
+                os.close(int(exported))
+            found[name] = None
+        except DriverError as error:
+            found[name] = error.reasons[0]
+        finally:
+            if handle is not None:
+                cu.cuMemRelease(handle)
+    return found
+
+
 def _reason_of(action: Any) -> str | None:
     try:
         action()
