@@ -42,14 +42,15 @@ class Loops(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
+    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         """Copy every row to its slot at every rank that it goes to.
 
         Args:
             rows: uint8 `[n, row_bytes]`.
             slots: as `route` returns them.
             memory: uint8, all workspaces as one 1-D tensor.
-            starts: int64 `[ep]`, offset in `memory` of the block this rank writes at each rank.
+            start: offset in `memory` of the block that this rank writes at rank 0, in bytes.
+            stride: distance from there to its block at the next rank, in bytes.
         """
 
     @abc.abstractmethod
@@ -64,12 +65,13 @@ class Loops(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sum_rows(self, words: Tensor, base: Tensor, slots: Tensor, output: Tensor) -> None:
+    def sum_rows(self, words: Tensor, start: int, stride: int, slots: Tensor, output: Tensor) -> None:
         """Write every token's sum: in fp32 from +0, in ascending rank, rounded once to nearest, ties to even.
 
         Args:
             words: all workspaces as one 1-D tensor of the rows' dtype: bf16, fp16 or fp32.
-            base: int64 `[ep]`, element offset in `words` of the block that each rank keeps for this one.
+            start: offset in `words` of the block that rank 0 keeps for this rank, in elements.
+            stride: distance from there to the block at the next rank, in elements.
             slots: as `route` returns them.
             output: `[n, H']` bf16, fp16 or fp32, contiguous.
         """

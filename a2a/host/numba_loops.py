@@ -113,13 +113,13 @@ def _route(
 
 
 @njit(cache=True, nogil=True)
-def _write_rows(rows: Any, row_bytes: int, slots: Any, memory: Any, starts: Any) -> None:
+def _write_rows(rows: Any, row_bytes: int, slots: Any, memory: Any, start: int, stride: int) -> None:
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
     for token in range(slots.shape[0]):
         for rank in range(slots.shape[1]):
             slot = slots[token, rank]
             if slot >= 0:
-                _copy_bytes(memory, starts[rank] + slot * row_bytes, rows, token * row_bytes, row_bytes)
+                _copy_bytes(memory, start + rank * stride + slot * row_bytes, rows, token * row_bytes, row_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -137,13 +137,14 @@ def _sum_rows(
     halves: Any,
     floats: Any,
     kind: int,
-    base: Any,
+    start: int,
+    stride: int,
     slots: Any,
     out_halves: Any,
     out_floats: Any,
     out_kind: int,
 ) -> None:
-    """Sum each token's rows; see `Loops.sum_rows` for `base` and `slots`.
+    """Sum each token's rows; see `Loops.sum_rows` for `start`, `stride` and `slots`.
 
     Args:
         halves, floats: uint16 and float32 `[words]`, all workspaces; the one named by `kind` is read.
@@ -156,14 +157,14 @@ def _sum_rows(
     width = (out_floats.size if out_kind > _FP16 else out_halves.size) // num_tokens
     total = np.empty(_BLOCK, np.float32)
     for token in range(num_tokens):
-        for start in range(0, width, _BLOCK):
-            columns = min(_BLOCK, width - start)
+        for first in range(0, width, _BLOCK):
+            columns = min(_BLOCK, width - first)
             total[:columns] = np.float32(0.0)
             for rank in range(ep):
                 slot = slots[token, rank]
                 if slot < 0:
                     continue
-                at = base[rank] + slot * width + start
+                at = start + rank * stride + slot * width + first
                 if kind == _BF16:
                     row = halves[at : at + columns]
                     for column in range(columns):
@@ -176,7 +177,7 @@ def _sum_rows(
                     values = floats[at : at + columns]
                     for column in range(columns):
                         total[column] += values[column]
-            to = token * width + start
+            to = token * width + first
             if out_kind == _BF16:
                 out = out_halves[to : to + columns]
                 for column in range(columns):
@@ -201,15 +202,15 @@ class NumbaLoops(Loops):
 
     def __init__(self) -> None:
         bytes_, row = torch.zeros(4, dtype=torch.uint8), torch.zeros((1, 4), dtype=torch.uint8)
-        one, offset = torch.zeros((1, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        one = torch.zeros((1, 1), dtype=torch.int32)
         for ids in (one, one.long()):
             slots = self.route(
                 ids, one[0], torch.ones(1, dtype=torch.uint8), True, one.clone(), one.clone(), one[0].clone()
             )
             self.fill_padded(ids[None].clone(), one[0], None, 0)
-        self.write_rows(row, slots, bytes_, offset)
+        self.write_rows(row, slots, bytes_, 0, 0)
         self.fill_padded(row[None].clone(), one[0], None, 0)
-        self.sum_rows(torch.zeros(4), offset, slots, torch.zeros((1, 4)))
+        self.sum_rows(torch.zeros(4), 0, 0, slots, torch.zeros((1, 4)))
 
     def route(
         self,
@@ -234,16 +235,15 @@ class NumbaLoops(Loops):
         )
         return slots
 
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
-        _write_rows(rows.view(-1).numpy(), rows.shape[1], slots.numpy(), memory.numpy(), starts.numpy())
+    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
+        _write_rows(rows.view(-1).numpy(), rows.shape[1], slots.numpy(), memory.numpy(), start, stride)
 
     def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
         _fill_padded(area.numpy(), counts.numpy(), _NO_FLAGS if valid is None else valid.numpy(), value)
 
-    def sum_rows(self, words: Tensor, base: Tensor, slots: Tensor, output: Tensor) -> None:
-        _sum_rows(
-            *_views(words), _KINDS[words.dtype], base.numpy(), slots.numpy(), *_views(output), _KINDS[output.dtype]
-        )
+    def sum_rows(self, words: Tensor, start: int, stride: int, slots: Tensor, output: Tensor) -> None:
+        kind, out_kind = _KINDS[words.dtype], _KINDS[output.dtype]
+        _sum_rows(*_views(words), kind, start, stride, slots.numpy(), *_views(output), out_kind)
 
 
 def _views(tensor: Tensor) -> tuple[Any, Any]:

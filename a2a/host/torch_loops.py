@@ -47,23 +47,24 @@ class TorchLoops(Loops):
         counts.copy_(hits.sum(0))
         return slots.int()
 
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, starts: Tensor) -> None:
+    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         num_tokens, row_bytes = rows.shape
-        for rank, start in enumerate(starts.tolist()):
+        for rank in range(slots.shape[1]):
             places = slots[:, rank]
             tokens = (places >= 0).nonzero().flatten()
             count = tokens.shape[0]
             if not count:
                 continue
             places = places[tokens]
+            at = start + rank * stride
             if count == num_tokens:
-                memory[start : start + count * row_bytes].view(count, row_bytes).copy_(rows)
+                memory[at : at + count * row_bytes].view(count, row_bytes).copy_(rows)
             elif int(places[-1]) == count - 1:
-                block = memory[start : start + count * row_bytes].view(count, row_bytes)
+                block = memory[at : at + count * row_bytes].view(count, row_bytes)
                 torch.index_select(rows, 0, tokens, out=block)
             else:
                 # Rows in token order with gaps: the rows between are read and written as they are, by this rank alone.
-                block = memory[start : start + num_tokens * row_bytes].view(num_tokens, row_bytes)
+                block = memory[at : at + num_tokens * row_bytes].view(num_tokens, row_bytes)
                 torch.where((slots[:, rank] >= 0)[:, None], rows, block, out=block)
 
     def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
@@ -71,21 +72,21 @@ class TorchLoops(Loops):
             valid = torch.arange(area.shape[1]) < counts[:, None]
         area.masked_fill_((valid == 0)[..., None], value)
 
-    def sum_rows(self, words: Tensor, base: Tensor, slots: Tensor, output: Tensor) -> None:
+    def sum_rows(self, words: Tensor, start: int, stride: int, slots: Tensor, output: Tensor) -> None:
         num_tokens, width = output.shape
         if not num_tokens or not width:
             return
         rows = max(1, _CHUNK_ELEMENTS // width)
-        bases = base.tolist()
-        for start in range(0, num_tokens, rows):
-            stop = min(start + rows, num_tokens)
-            total = torch.zeros((stop - start, width), dtype=torch.float32)
-            for rank, offset in enumerate(bases):
-                taken = slots[start:stop, rank]
+        for first in range(0, num_tokens, rows):
+            stop = min(first + rows, num_tokens)
+            total = torch.zeros((stop - first, width), dtype=torch.float32)
+            for rank in range(slots.shape[1]):
+                offset = start + rank * stride
+                taken = slots[first:stop, rank]
                 tokens = (taken >= 0).nonzero().flatten()
                 if tokens.numel():
                     picked = taken[tokens]
                     last = int(picked.max()) + 1
                     block = words[offset : offset + last * width].view(last, width)
                     total.index_add_(0, tokens, block.index_select(0, picked).float())
-            output[start:stop] = total
+            output[first:stop] = total

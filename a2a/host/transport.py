@@ -138,7 +138,6 @@ class HostTransport(Transport):
         self._everyone = tuple(range(config.ep_size))
         self._stride = self.workspace.stride(0)
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
-        self._rank_starts = torch.arange(config.ep_size) * self._stride
         self._all_active = torch.ones(config.ep_size, dtype=torch.uint8)
         self._slots: dict[int, Tensor] = {}
         self._entries: dict[object, bytes] = {}
@@ -170,7 +169,7 @@ class HostTransport(Transport):
         most = call.runtime_max_tokens_per_rank
         for payload, rows in zip(call.payloads, sources, strict=True):
             block = payload.offset_bytes + self.rank * most * payload.row_bytes
-            self._loops.write_rows(rows, slots, self._memory, self._rank_starts + block)
+            self._loops.write_rows(rows, slots, self._memory, block, self._stride)
         self._at("dispatch.signal", round)
         mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
         self._at("dispatch.wait", round)
@@ -311,8 +310,7 @@ class HostTransport(Transport):
         size, width = call.payload.dtype.itemsize, call.payload.shape[2]
         block = call.runtime_max_tokens_per_rank * width
         start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
-        base = start + self._rank_starts // size
-        self._loops.sum_rows(self._memory.view(call.payload.dtype), base, slots, sums)
+        self._loops.sum_rows(self._memory.view(call.payload.dtype), start, self._stride // size, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         width = call.payload.shape[2]
