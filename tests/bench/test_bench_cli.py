@@ -32,8 +32,13 @@ def _a2a(*arguments: str, start: tuple[str, ...] = ()) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
-def _rows(done: subprocess.CompletedProcess[str], path: Path) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stdout + done.stderr
+def _rows(*arguments: str, path: Path) -> list[dict[str, Any]]:
+    """Rows of a bench run from this process: its ranks are processes, forked from a server that is already warm."""
+    assert main([*arguments, "--json", str(path)]) == 0
+    return _checked_rows(path)
+
+
+def _checked_rows(path: Path) -> list[dict[str, Any]]:
     document = json.loads(path.read_text())
     assert document["schema"] == 1 and document["command"] == "bench"
     assert document["environment"]["ranks"] and document["workload"]["rounds"]
@@ -44,7 +49,8 @@ def _rows(done: subprocess.CompletedProcess[str], path: Path) -> list[dict[str, 
 
 def test_the_main_job(tmp_path: Path) -> None:
     done = _a2a("bench", "--json", str(tmp_path / "out.json"), "--rounds", "2")
-    rows = _rows(done, tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = _checked_rows(tmp_path / "out.json")
     assert "exact" in done.stdout.splitlines()[1] and "NO" not in done.stdout
     assert {(row["routing"], row["tokens_per_rank"]) for row in rows} == {
         (routing, tokens) for routing in ("olmoe-1b-7b", "olmoe-1b-7b:warmup") for tokens in (16, 256)
@@ -56,7 +62,7 @@ def test_the_main_job(tmp_path: Path) -> None:
 def test_bytes_and_peers_of_a_sweep(tmp_path: Path) -> None:
     peers = ("torch-a2a", "ag-rs", "memcpy")
     asked = [word for name in peers for word in ("--peer", name)]
-    rows = _rows(_a2a(*SMALL, *asked, "--json", str(tmp_path / "o.json")), tmp_path / "o.json")
+    rows = _rows(*SMALL, *asked, path=tmp_path / "o.json")
     assert len(rows) == 2 * 3 * 4 and all(row["exact"] is True for row in rows)
     assert {row["implementation"] for row in rows} == {"a2a", *peers}
     by = {(row["implementation"], row["phase"], row["tokens_per_rank"]): row for row in rows}
@@ -73,35 +79,29 @@ def test_bytes_and_peers_of_a_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wire_format", ["fp8_block,mxfp8", "nvfp4,mxfp4"])
 def test_formats_orders_and_payloads(tmp_path: Path, wire_format: str) -> None:
-    done = _a2a(
+    rows = _rows(
         "bench", "--preset", "qwen3-30b-a3b", "--ranks", "2", "--tokens", "3", "--rounds", "2", "--peer", "torch-a2a",
         "--wire-format", wire_format, "--row-order", "compact,token", "--payload-in-workspace", "yes,no",
-        "--routing", "hot", "--peer", "memcpy", "--json", str(tmp_path / "o.json"),
+        "--routing", "hot", "--peer", "memcpy", path=tmp_path / "o.json",
     )  # fmt: skip
-    rows = _rows(done, tmp_path / "o.json")
     assert len(rows) == 2 * 2 * 2 * 3 * 3 and all(row["exact"] is True for row in rows)
 
 
 def test_one_rank_has_no_link(tmp_path: Path) -> None:
     words = ("bench", "--ranks", "1", "--tokens", "8", "--rounds", "2", "--peer", "memcpy")
-    done = _a2a(*words, "--json", str(tmp_path / "o.json"))
-    rows = _rows(done, tmp_path / "o.json")
+    rows = _rows(*words, path=tmp_path / "o.json")
     assert all(row["link_bytes"] == 0 and row["link_gbps"] == 0 and row["logical_bytes"] > 0 for row in rows)
 
 
 def test_sixty_experts_over_eight_ranks(tmp_path: Path) -> None:
-    done = _a2a(
-        "bench", "--preset", "qwen1.5-moe-a2.7b", "--ranks", "8", "--tokens", "8", "--rounds", "2",
-        "--json", str(tmp_path / "o.json"),
-    )  # fmt: skip
-    rows = _rows(done, tmp_path / "o.json")
+    words = ("bench", "--preset", "qwen1.5-moe-a2.7b", "--ranks", "8", "--tokens", "8", "--rounds", "2")
+    rows = _rows(*words, path=tmp_path / "o.json")
     assert {row["routing"] for row in rows} == {"qwen1.5-moe-a2.7b", "qwen1.5-moe-a2.7b:warmup"}
 
 
 @pytest.mark.skipif(installed("mpi4py") is None or find_mpiexec() is None, reason="needs mpi4py and an mpiexec")
 def test_the_mpi_peer_starts_its_own_ranks(tmp_path: Path) -> None:
-    done = _a2a(*SMALL, "--peer", "mpi", "--json", str(tmp_path / "o.json"))
-    rows = _rows(done, tmp_path / "o.json")
+    rows = _rows(*SMALL, "--peer", "mpi", path=tmp_path / "o.json")
     assert {row["implementation"] for row in rows} == {"a2a", "mpi"} and all(row["exact"] is True for row in rows)
     assert json.loads((tmp_path / "o.json").read_text())["environment"]["ranks"] == 3
 
@@ -122,27 +122,29 @@ def test_check_is_exact_and_says_what_it_covered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["drop-row", "flip-byte"])
-def test_a_planted_fault_is_found(fault: str) -> None:
-    done = _a2a("check", "--ranks", "2", "--rounds", "4", "--fault", fault)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"planted: {fault}" in done.stdout and "WRONG: round" in done.stdout
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
+    words = ["check", "--ranks", "2", "--rounds", "4", "--fault", fault, "--json", str(tmp_path / "c.json")]
+    assert main(words) == 1
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert found["planted"].startswith(fault) and found["failures"] and found["exact"] is False
 
 
 @pytest.mark.parametrize("point", HostTransport.POINTS)
-def test_survivors_of_a_killed_rank_name_rank_phase_and_round(point: str) -> None:
+def test_survivors_of_a_killed_rank_name_rank_phase_and_round(point: str, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
-    done = _a2a("check", "--ranks", "3", "--kill-rank", "1", "--kill-at", point)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "rank 1: ended without a word (SIGKILL)" in done.stderr
+    assert main(["check", "--ranks", "3", "--kill-rank", "1", "--kill-at", point]) == 1
+    err = capsys.readouterr().err
+    assert "rank 1: ended without a word (SIGKILL)" in err
     for survivor in (0, 2):
-        assert re.search(rf"a2a: rank {survivor}: .*rank 1 is gone; .*phase '[\w.]+' of round \d+", done.stderr)
+        assert re.search(rf"a2a: rank {survivor}: .*rank 1 is gone; .*phase '[\w.]+' of round \d+", err)
     # Found by the closed connection, not by a deadline of 30 s.
     assert time.monotonic() - start < 30
 
 
-def test_a_point_that_does_not_exist() -> None:
-    done = _a2a("check", "--ranks", "2", "--kill-rank", "1", "--kill-at", "dispatch.lunch")
-    assert done.returncode == 2 and "dispatch.enter" in done.stderr and "Traceback" not in done.stderr
+def test_a_point_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--ranks", "2", "--kill-rank", "1", "--kill-at", "dispatch.lunch"]) == 2
+    err = capsys.readouterr().err
+    assert "dispatch.enter" in err and "Traceback" not in err
 
 
 def test_torchrun_starts_ranks() -> None:
@@ -175,10 +177,10 @@ def test_a_clear_refusal(arguments: list[str], words: str, capsys: pytest.Captur
     assert words in err and len(err.splitlines()) == 1
 
 
-def test_a_refusal_by_the_ranks_is_said_once() -> None:
-    done = _a2a("bench", "--preset", "mixtral-8x7b", "--ranks", "12", "--tokens", "2")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "num_experts" in done.stderr
+def test_a_refusal_by_the_ranks_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--preset", "mixtral-8x7b", "--ranks", "12", "--tokens", "2"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "num_experts" in err
 
 
 def test_an_inexact_row_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
