@@ -470,8 +470,10 @@ class RoundContext:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _enter(self, verb: str, state: str) -> None:
+        if not self._shared.closed:
+            # Before the state: what a failed round left behind is no misuse of the caller's.
+            self._shared.transport.check()
         self._require(verb, state)
-        self._shared.transport.check()
 
     def _require(self, verb: str, state: str) -> None:
         if self.state != state:
