@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing import connection
 from typing import Any, Final
 
 from a2a.comm.protocol import Comm
@@ -36,6 +37,7 @@ _RESET: Final = 2
 _DESCRIPTORS: Final = 3
 _FIRST_PHASE: Final = 4
 
+_RETRY_S: Final = 0.005
 _GLANCE_S: Final = 0.05
 """Longest sleep on one peer's stream before the others' are looked at for an announced error."""
 
@@ -82,10 +84,12 @@ class Mesh:
         self._descriptors: dict[int, list[int]] = {rank: [] for rank in self.peers}
         self._partial: dict[int, bytes] = dict.fromkeys(self.peers, b"")
         self._unwritable: set[int] = set()
-        self._closed = False
+        # Until there are streams there is nothing to close.
+        self._closed = True
         self.family, self._sockets = _connect(comm, time.monotonic() + timeout_s, timeout_s, family)
         self._ranks_by_fd = {sock.fileno(): rank for rank, sock in self._sockets.items()}
         self._epoll = select.epoll()
+        self._closed = False
         for sock in self._sockets.values():
             sock.setblocking(False)
             self._epoll.register(sock.fileno(), select.EPOLLIN)
@@ -388,13 +392,7 @@ def _connect(
             # Every listener exists before any address is known, so a connection is queued even if nobody accepts yet.
             for peer in range(rank):
                 sockets[peer] = _call(family, addresses[peer], rank, peer, token, deadline, timeout_s)
-            while len(sockets) < size - 1:
-                missing = min(set(range(rank + 1, size)) - set(sockets))
-                caller, sock = _answer(listener, rank, missing, token, deadline, timeout_s)
-                if caller is not None and caller not in sockets:
-                    sockets[caller] = sock
-                else:
-                    sock.close()
+            _answer(listener, rank, size, token, deadline, timeout_s, sockets)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -421,8 +419,17 @@ def _call(
 ) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        sock.connect(address if family == "unix" else tuple(address))
+        while True:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                sock.connect(address if family == "unix" else tuple(address))
+            except BlockingIOError:
+                # A unix socket does not queue behind a full backlog; strangers may have filled it.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                time.sleep(_RETRY_S)
+            else:
+                break
         _without_delay(family, sock)
         sock.sendall(_HELLO.pack(rank, token))
     except TimeoutError:
@@ -435,27 +442,56 @@ def _call(
 
 
 def _answer(
-    listener: socket.socket, rank: int, missing: int, token: bytes, deadline: float, timeout_s: float
-) -> tuple[int | None, socket.socket]:
-    """The rank that called, None for a stranger, and its stream."""
-    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    listener: socket.socket,
+    rank: int,
+    size: int,
+    token: bytes,
+    deadline: float,
+    timeout_s: float,
+    sockets: dict[int, socket.socket],
+) -> None:
+    """Add the streams of all higher ranks to `sockets`. All callers are heard at once: a stranger that says nothing
+    keeps no rank waiting.
+    """
+    missing = set(range(rank + 1, size))
+    listener.setblocking(False)
+    said: dict[socket.socket, bytes] = {}
     try:
-        sock, _ = listener.accept()
-    except TimeoutError:
-        raise PeerTimeout(rank=rank, peer=missing, phase="startup", round=0, waited_s=timeout_s) from None
-    _without_delay("tcp" if sock.family == socket.AF_INET else "unix", sock)
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
-    hello = b""
-    with contextlib.suppress(OSError):
-        while len(hello) < _HELLO.size:
-            part = sock.recv(_HELLO.size - len(hello))
-            if not part:
-                break
-            hello += part
+        while missing:
+            ready = connection.wait([listener, *said], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise PeerTimeout(rank=rank, peer=min(missing), phase="startup", round=0, waited_s=timeout_s)
+            for each in ready:
+                if each is listener:
+                    with contextlib.suppress(OSError):
+                        sock, _ = listener.accept()
+                        sock.setblocking(False)
+                        said[sock] = b""
+                elif isinstance(each, socket.socket):
+                    part = b""
+                    with contextlib.suppress(OSError):
+                        part = each.recv(_HELLO.size - len(said[each]))
+                    said[each] += part
+                    if part and len(said[each]) < _HELLO.size:
+                        continue
+                    caller = _caller(said.pop(each), token)
+                    if caller in missing:
+                        missing.remove(caller)
+                        _without_delay("tcp" if each.family == socket.AF_INET else "unix", each)
+                        sockets[caller] = each
+                    else:
+                        each.close()
+    finally:
+        for stranger in said:
+            stranger.close()
+
+
+def _caller(hello: bytes, token: bytes) -> int:
+    """The rank that a greeting names, -1 for a stranger."""
     if len(hello) < _HELLO.size:
-        return None, sock
+        return -1
     caller, shown = _HELLO.unpack(hello)
-    return (caller if secrets.compare_digest(shown, token) else None), sock
+    return caller if secrets.compare_digest(shown, token) else -1
 
 
 def _without_delay(family: str, sock: socket.socket) -> None:
