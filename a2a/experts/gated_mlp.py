@@ -81,14 +81,17 @@ class GatedMlp:
 
     @property
     def num_experts(self) -> int:
+        """E, the experts held here."""
         return self.w13.shape[0]
 
     @property
     def hidden_size(self) -> int:
+        """H, elements of a row in and out."""
         return self.w13.shape[2]
 
     @property
     def intermediate_size(self) -> int:
+        """I, inner width of an expert."""
         return self.w2.shape[2]
 
     def forward(self, rows: Tensor, local_experts: Tensor, topk_weights: Tensor) -> Tensor:
