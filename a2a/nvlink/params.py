@@ -70,7 +70,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from a2a.config import MAX_PAYLOADS, ExchangeConfig
 
@@ -219,12 +219,13 @@ def device_source() -> str:
     lines = [
         "using u8 = unsigned char; using u16 = unsigned short; using u32 = unsigned int; using i32 = int;",
         "using u64 = unsigned long long; using i64 = long long;",
-        f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_PAYLOADS = {MAX_PAYLOADS};",
+        f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS};",
         f"constexpr u32 LINE_BYTES = {LINE_BYTES}, LINE_DATA_BYTES = {LINE_DATA_BYTES}, HEADER_BYTES = {HEADER_BYTES};",
     ]
     for struct in STRUCTS:
         lines.append(f"struct {struct.__name__} {{")
-        for name, kind in struct._fields_:
+        fields: Sequence[tuple[str, Any]] = struct._fields_
+        for name, kind in fields:
             count = ""
             if issubclass(kind, ctypes.Array):
                 count, kind = f"[{kind._length_}]", kind._type_

@@ -136,8 +136,10 @@ __device__ __forceinline__ bool receive_row(const DispatchParams& p, const Round
   return true;
 }
 
-// Bound by how many CTAs are resident; one that quantises takes a row at a time and needs its registers more.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, WIRE_FORMAT ? 1 : 2)
+// Bound by how many CTAs are resident, so registers are few; but where quantising or sets of many ranks would spill.
+constexpr u32 SMALL_MIN_CTAS = WIRE_FORMAT || RANK_MASK || RANK_WORDS > 1 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, SMALL_MIN_CTAS)
     dispatch_small(const __grid_constant__ DispatchParams p) {
   __shared__ u32 verdict;
   __shared__ u32 bases[MAX_THREADS / 32 * EP_SIZE];
@@ -145,7 +147,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, WIRE_FORMAT ? 1 : 2)
   extern __shared__ u64 image[];
 #endif
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
-  const u32 lane = threadIdx.x % 32;
   const u32 num_lines = (image_bytes(p) + LINE_DATA_BYTES - 1) / LINE_DATA_BYTES;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   touch(p);
@@ -180,6 +181,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, WIRE_FORMAT ? 1 : 2)
   const Round round = begin_round(round_words, PHASE_DISPATCH, state, p.host_words, &verdict, failed);
   if (failed) {
     void_dispatch(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
+    // The failure may be this very launch's, by a CTA that was faster; it waits for all others.
+    if (threadIdx.x == 0) leave_round(round, DISPATCH_EXITS);
     return;
   }
   if (blockIdx.y == 0) {
@@ -204,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, WIRE_FORMAT ? 1 : 2)
     for (u32 token = blockIdx.y - 1, part = first_part; token < p.num_tokens;) {
       if (part == first_part) ranks = ids.ranks(p, active);
       u32 next_token = token, next_part = part + parts;
-      if (next_part - lane >= num_lines * 8) {
+      if (next_part - threadIdx.x % 32 >= num_lines * 8) {
         next_token += gridDim.y - 1;
         next_part = first_part;
         if (next_token < p.num_tokens) ids.load(p, next_token);

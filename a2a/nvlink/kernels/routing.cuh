@@ -46,8 +46,8 @@ __device__ __forceinline__ RankSet active_ranks(const u8* rank_mask) {
 __device__ __forceinline__ i32 owner(i64 id, const i32* placement) {
   if (id < 0 || id >= NUM_EXPERTS) return -1;
   if (PLACEMENT_TABLE) return placement[id];
-  constexpr u32 base = NUM_EXPERTS / EP_SIZE, larger = NUM_EXPERTS % EP_SIZE, split = larger * (base + 1);
-  const u32 expert = u32(id);
+  constexpr i32 base = NUM_EXPERTS / EP_SIZE, larger = NUM_EXPERTS % EP_SIZE, split = larger * (base + 1);
+  const i32 expert = i32(id);
   return expert < split ? expert / (base + 1) : larger + (expert - split) / base;
 }
 

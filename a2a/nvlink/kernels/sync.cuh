@@ -68,6 +68,8 @@ __device__ __forceinline__ void touch(const Params& params) {
 constexpr u32 STATE_DISPATCH_ROUND = 0, STATE_COMBINE_ROUND = 1, STATE_ERROR = 2;
 // Its counters, a pair by round parity each, every one on a line of its own.
 enum Counter : u32 { DISPATCH_CLAIMS = 0, DISPATCH_EXITS, COMBINE_CLAIMS, COMBINE_EXITS, STAGE_CLAIMS };
+// Behind them, on a line of its own: when a thread last read the host's words, in units of 1024 ns.
+constexpr u32 STATE_LOOKED = 12 * LINE_BYTES / 4;
 
 constexpr u32 KIND_TIMEOUT = 1, KIND_ABORTED = 2, KIND_MISMATCH_MAX_TOKENS = 3, KIND_MISMATCH_WIDTHS = 4;
 constexpr u32 PHASE_DISPATCH = 1, PHASE_COMBINE = 2;
@@ -90,14 +92,13 @@ struct Round {
 // What begin_round makes a round of. Read apart from it, so that the reads of a kernel's inputs can stand between the
 // two and all latencies overlap. Call after await_previous_kernel.
 struct RoundWords {
-  u32 dispatch_round, combine_round, error;
+  u32 dispatch_round, combine_round, error, reserved;
 };
 
 __device__ __forceinline__ RoundWords load_round(const u8* state) {
   RoundWords words;
-  u32 padding;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.dispatch_round), "=r"(words.combine_round), "=r"(words.error), "=r"(padding)
+               : "=r"(words.dispatch_round), "=r"(words.combine_round), "=r"(words.error), "=r"(words.reserved)
                : "l"(state));
   return words;
 }
@@ -146,15 +147,18 @@ constexpr u64 OVER = ~0ull;
 
 // Called on every 64th poll that found nothing; returns since when this wait lasts, or OVER. Arguments by value: what is
 // passed by reference to a function that is not inlined lives in local memory on every path.
-__device__ __noinline__ u64 look_around(Round round, u32 polls, u64 since, u32 signal, u32 peer, u32 seen) {
+__device__ __noinline__ u64 look_around(Round round, u64 since, u32 signal, u32 peer, u32 seen) {
   if (load_relaxed(round.state + STATE_ERROR)) {
     atomicMax(round.verdict, VERDICT_FAILED);
     return OVER;
   }
   const u64 now = now_ns();
   if (!since) since = now;
-  // The host's words lie behind its bus, and thousands of warps may wait at once: each looks there every 512th poll.
-  if (polls & 511) return since;
+  // The host's words lie behind its bus, and thousands of warps may wait at once: were each to read them, the reads would
+  // queue for longer than most waits last (milliseconds were seen). One thread at a time does, once in 100 us.
+  u32* const looked = round.state + STATE_LOOKED;
+  const u32 tick = u32(now >> 10), last = load_relaxed(looked);
+  if (tick - last < 100 || atomicCAS(looked, last, tick) != last) return since;
   const u32 waited_us = u32((now - since) / 1000);
   const u32 abort = load_relaxed(&round.host->abort);
   if (abort) {
@@ -171,7 +175,7 @@ __device__ __noinline__ u64 look_around(Round round, u32 polls, u64 since, u32 s
 // To be asked after every poll that found nothing. True: give up, the failure is recorded.
 __device__ __forceinline__ bool give_up(const Round& round, Patience& patience, u32 signal, u32 peer, u32 seen) {
   if (++patience.polls & 63) return false;
-  patience.since = look_around(round, patience.polls, patience.since, signal, peer, seen);
+  patience.since = look_around(round, patience.since, signal, peer, seen);
   return patience.since == OVER;
 }
 
@@ -284,6 +288,11 @@ __device__ __forceinline__ bool await_tables(const Round& round, const u32* read
 
 // ---- end of a round ------------------------------------------------------------------------------------------------
 
+// Counts this CTA among those that touch outputs no more. Unordered; see end_round.
+__device__ __forceinline__ void leave_round(const Round& round, Counter exits) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(round.counter(exits, round.parity)) : "memory");
+}
+
 // Ends the kernel for this CTA; true if this CTA must clean up. All threads call it, and none touches outputs after it
 // unless told to. `exits` counts CTAs that are done; the one that cleans up waits for the others (they end soon, the
 // error is set) and 50 us more, because their last stores are not ordered by the counter: on the good path an ordered
@@ -299,9 +308,9 @@ __device__ __forceinline__ bool end_round(const Round& round, Counter exits, Cou
       if (round.phase == PHASE_COMBINE) *round.counter(STAGE_CLAIMS, round.parity ^ 1) = 0;
       round.state[round.phase == PHASE_DISPATCH ? STATE_COMBINE_ROUND : STATE_DISPATCH_ROUND] = round.number;
     }
-    u32* const done = round.counter(exits, round.parity);
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(done) : "memory");
+    leave_round(round, exits);
     if (verdict == VERDICT_CLEANS_UP) {
+      const u32* const done = round.counter(exits, round.parity);
       const u64 since = now_ns();
       while (load_relaxed(done) < num_ctas && now_ns() - since < 1000000000) {
       }
