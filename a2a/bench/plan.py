@@ -17,9 +17,6 @@ from a2a.layout import WorkspaceLayout
 from a2a.placement import Placement
 from a2a.transport import TRANSPORTS, transport_class
 
-KNOWN_TRANSPORTS: Final = ("host", "nvlink")
-"""What can be planned for; a machine may be able to run fewer."""
-
 MIB: Final = 2**20
 
 
@@ -72,11 +69,10 @@ def predict(plan: Plan) -> Mapping[str, Any]:
     """
     if not 0 <= plan.tokens <= plan.max_tokens:
         raise ConfigError(what="tokens", got=plan.tokens, wanted=f"an integer in 0..max_tokens = {plan.max_tokens}")
-    if plan.transport not in KNOWN_TRANSPORTS:
-        raise ConfigError(what="transport", got=plan.transport, wanted="one of " + ", ".join(KNOWN_TRANSPORTS))
+    if plan.transport not in TRANSPORTS:
+        raise ConfigError(what="transport", got=plan.transport, wanted="one of " + ", ".join(TRANSPORTS))
     config = config_of(plan)
-    control = transport_class(plan.transport).control_regions(config) if plan.transport in TRANSPORTS else ()
-    layout = WorkspaceLayout(config, control)
+    layout = WorkspaceLayout(config, transport_class(plan.transport).control_regions(config))
     routed = workload(
         plan.routing,
         ep_size=plan.ep_size,

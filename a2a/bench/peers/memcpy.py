@@ -7,7 +7,8 @@ sum and to look anything up during a round.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+import ctypes
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ from a2a.bench.byte_count import destinations, pair_counts
 from a2a.bench.exchange import build
 from a2a.bench.implementation import Case, Experts, Implementation, Received, as_bytes, tensor_difference
 from a2a.comm import Comm
-
-_HOT_BYTES: Final = 256 * 1024
-"""Rows that are sent to all ranks before the next ones are read: they stay in a core's own cache."""
 
 
 class Memcpy(Implementation):
@@ -58,7 +56,7 @@ class Memcpy(Implementation):
         self._outgoing = [
             block(me, payload_start, src, count, case.combine_row_bytes) for src, count in enumerate(self._arriving)
         ]
-        self._copies = self._chunks()
+        self._row_copies = self._addresses()
         total = sum(tokens.numel() for tokens in self._tokens)
         self._private = torch.zeros(total, case.combine_row_bytes, dtype=torch.uint8, device=case.device)
         self._private_parts = torch.split(self._private, [tokens.numel() for tokens in self._tokens])
@@ -73,20 +71,25 @@ class Memcpy(Implementation):
         torch.cat([as_bytes(part) for part in parts], dim=1, out=self._wire)
 
     def dispatch(self) -> None:
-        for tokens, landing in self._copies:
-            torch.index_select(self._wire, 0, tokens, out=landing)
-
-    def _chunks(self) -> list[tuple[Tensor, Tensor]]:
-        """(tokens, where they land): a few tokens to every rank before the next few, a row is read while hot."""
-        case = self._case
-        step = case.num_tokens if case.device.type == "cuda" else max(1, _HOT_BYTES // case.dispatch_row_bytes)
-        copies = []
-        for first in range(0, case.num_tokens, max(1, step)):
+        if self._case.device.type == "cuda":
             for tokens, landing in zip(self._tokens, self._landing, strict=True):
-                here = (tokens >= first) & (tokens < first + step)
-                if bool(here.any()):
-                    copies.append((tokens[here], landing[here.nonzero()[0, 0] : here.nonzero()[-1, 0] + 1]))
-        return copies
+                torch.index_select(self._wire, 0, tokens, out=landing)
+            return
+        num_bytes = self._case.dispatch_row_bytes
+        for destination, source in self._row_copies:
+            ctypes.memmove(destination, source, num_bytes)
+
+    def _addresses(self) -> list[tuple[int, int]]:
+        """(to, from) of every row, token by token: a row is read from memory once and sent to its ranks while hot."""
+        width = self._case.dispatch_row_bytes
+        order = sorted(
+            (token, rank, slot)
+            for rank, tokens in enumerate(self._tokens)
+            for slot, token in enumerate(tokens.tolist())
+        )
+        starts = [landing.data_ptr() for landing in self._landing]
+        first = self._wire.data_ptr()
+        return [(starts[rank] + slot * width, first + token * width) for token, rank, slot in order]
 
     def received(self) -> Received:
         case = self._case
