@@ -20,7 +20,7 @@ from a2a.layout import WorkspaceLayout
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout, WireFormat
 
-TRANSPORTS: Final = ("host",)
+TRANSPORTS: Final = ("nvlink", "host")
 """Names in the order in which `auto` tries them; `a2a.<name>.transport.TRANSPORT` is the class."""
 
 

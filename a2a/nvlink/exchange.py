@@ -188,7 +188,7 @@ class Exchange:
         small = most <= self._small_max and not call.low_precision
         payload = call.payload
         width = payload.shape[2]
-        quantised_here = call.low_precision and payload.dtype != torch.float8_e4m3fn
+        quantizes = call.low_precision and payload.dtype != torch.float8_e4m3fn
         kind = "e4m3" if call.low_precision else _TYPES[payload.dtype]
         name = f"combine_{'small' if small else 'bulk'}_{kind}"
         # The tables that dispatch wrote have as many columns as its tokens had picks.
@@ -197,7 +197,7 @@ class Exchange:
             self._load_combine(self._top_k[call.context])
         kernel = self._kernels[key]
         stream = self._enter(call.stream)
-        if quantised_here:
+        if quantizes:
             with torch.cuda.stream(stream):
                 payload = _wire_rows(payload)
         params = kernel.parameters
@@ -205,14 +205,14 @@ class Exchange:
         row_bytes = payload.shape[2] * payload.dtype.itemsize
         if call.low_precision:
             params.row_pitch = row_bytes
-            params.scaled = int(quantised_here)
+            params.scaled = int(quantizes)
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
         params.num_tokens = call.num_tokens
         params.runtime_max_tokens_per_rank = most
         params.row_elements = width
         params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
-        params.staged = int(quantised_here or not call.payload_in_workspace)
+        params.staged = int(quantizes or not call.payload_in_workspace)
         params.digest = _digest([row_bytes], kind)
         if small:
             grid, threads, shared = self._small_shape(kernel, row_bytes, most, call.num_sms, False)
