@@ -106,18 +106,17 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
     route = routed(LOOPS["torch"], ids, placement, range(ep), compact)
     rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, generator=random)
     stride = n * row_bytes + 13
-    starts = torch.arange(ep) * stride + 5
     before = torch.randint(0, 256, (5 + ep * stride,), dtype=torch.uint8, generator=random)
     wanted = before.clone()
     for rank in range(ep):
         for token in range(n):
             slot = int(route.slots[token, rank])
             if slot >= 0:
-                at = int(starts[rank]) + slot * row_bytes
+                at = 5 + rank * stride + slot * row_bytes
                 wanted[at : at + row_bytes] = rows[token]
     for name, loops in LOOPS.items():
         memory = before.clone()
-        loops.write_rows(rows, route.slots, memory, starts)
+        loops.write_rows(rows, route.slots, memory, 5, stride)
         assert torch.equal(memory, wanted), name
 
 
@@ -151,9 +150,8 @@ def summed(loops: Loops, rows: Tensor, slots: Tensor, out_dtype: torch.dtype) ->
     ep, most, width = rows.shape
     words = torch.full((ep, most * width + 3), NAN, dtype=rows.dtype)
     words[:, 2 : 2 + most * width] = rows.flatten(1)
-    base = torch.arange(ep) * (most * width + 3) + 2
     output = torch.full((slots.shape[0], width), 7.0, dtype=out_dtype)
-    loops.sum_rows(words.view(-1), base, slots, output)
+    loops.sum_rows(words.view(-1), 2, most * width + 3, slots, output)
     return output
 
 
@@ -285,7 +283,7 @@ def test_nothing_to_do(loops: Loops) -> None:
     route = routed(loops, none, Placement.contiguous(4, 2), [0, 1], True)
     assert route.counts.tolist() == [0, 0] and route.targets.shape == route.indices.shape == (0, 3)
     memory = torch.arange(8, dtype=torch.uint8)
-    loops.write_rows(torch.empty((0, 5), dtype=torch.uint8), route.slots, memory, torch.tensor([0, 4]))
+    loops.write_rows(torch.empty((0, 5), dtype=torch.uint8), route.slots, memory, 0, 4)
     assert memory.tolist() == list(range(8))
     assert summed(loops, torch.ones(2, 1, 4), route.slots, torch.float32).shape == (0, 4)
 
