@@ -210,7 +210,8 @@ class RoundContext:
         """Quantise to the object's wire format inside the exchange and dispatch hidden states, ids and weights.
 
         Args:
-            hidden_states: `[n, hidden_size]` in bf16, fp16 or fp32 to be quantised, or already in the wire format.
+            hidden_states: `[n, H']` in bf16, fp16 or fp32 to be quantised, or already in the wire format; `H'` at most
+                hidden_size, equal on all ranks.
             topk_ids: int32 or int64 `[n, k]`; received as int32, ids that int32 cannot hold as -1.
             topk_weights: float32 `[n, k]`.
             runtime_max_tokens_per_rank, invalid_token_expert_id, eplb_local_stats, active_rank_mask: as in `dispatch`.
@@ -234,11 +235,10 @@ class RoundContext:
             wire, quantize = shared.arguments.wire(hidden_states, scale, global_scale, scale_layout)
             sent_ids = ids if ids.dtype == torch.int32 else _narrow_ids(ids)
             shared.arguments.check_weights(topk_weights, ids)
-            hidden, alignment = shared.config.hidden_size, shared.config.mx_alignment
-            data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
             n = ids.shape[0]
-            sent_width = hidden if quantize is not None else data_width
-            shared.arguments.check_matrix("hidden_states", hidden_states, (n, sent_width), hidden_states.dtype)
+            hidden = shared.arguments.hidden_size(wire, hidden_states, n, quantize is not None)
+            alignment = 0 if quantize is None else shared.config.mx_alignment
+            data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
             rows: list[Tensor | None] = [hidden_states]
             widths = [data_width * wire.data_dtype.itemsize]
             shapes = [(data_width, wire.data_dtype)]
@@ -467,6 +467,41 @@ class RoundContext:
         """Ranks in the group."""
         return self._shared.config.ep_size
 
+    @property
+    def config(self) -> ExchangeConfig:
+        """What is exchanged, as agreed by all ranks."""
+        return self._shared.config
+
+    @property
+    def layout(self) -> WorkspaceLayout:
+        """Where every byte of a workspace lives."""
+        return self._shared.layout
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which expert."""
+        return self._shared.placement
+
+    @property
+    def max_num_tokens(self) -> int:
+        """M, local tokens a rank may dispatch in one round."""
+        return self._shared.config.max_num_tokens
+
+    @property
+    def top_k(self) -> int:
+        """Most picks per token."""
+        return self._shared.config.top_k
+
+    @property
+    def num_experts(self) -> int:
+        """E, global experts."""
+        return self._shared.config.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        """H, elements of a row."""
+        return self._shared.config.hidden_size
+
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _enter(self, verb: str, state: str) -> None:
@@ -638,7 +673,6 @@ class RoundContext:
         self._state = _IDLE
         self._round_number = 0
         self._attempt = 0
-        self._warm = False
         self._round = None
         self._views.clear()
 
@@ -745,7 +779,7 @@ class MoeAlltoAll(RoundContext):
         config = agree(self._comm, config, problem, {"transport": transport})
         self._choice = choose(transport, config, self._comm)
         super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
-        self._others = self._more_contexts()
+        self._others = self._more_contexts(1)
 
     def _build(self, config: ExchangeConfig, startup_timeout_s: float, timeout_s: float) -> _Shared:
         chosen = transport_class(self._choice.name)
@@ -760,8 +794,8 @@ class MoeAlltoAll(RoundContext):
         arguments = Arguments(config, moved.workspace.device, moved.rank)
         return _Shared(config, layout, placement, moved, arguments, startup_timeout_s, timeout_s)
 
-    def _more_contexts(self) -> tuple[RoundContext, ...]:
-        return tuple(RoundContext(self._shared, index) for index in range(1, self._shared.config.num_contexts))
+    def _more_contexts(self, first: int) -> tuple[RoundContext, ...]:
+        return tuple(RoundContext(self._shared, index) for index in range(first, self._shared.config.num_contexts))
 
     @property
     def contexts(self) -> tuple[RoundContext, ...]:
@@ -781,41 +815,6 @@ class MoeAlltoAll(RoundContext):
     def transport_choice(self) -> Choice:
         """What was chosen and why."""
         return self._choice
-
-    @property
-    def config(self) -> ExchangeConfig:
-        """What is exchanged, as agreed by all ranks."""
-        return self._shared.config
-
-    @property
-    def layout(self) -> WorkspaceLayout:
-        """Where every byte of a workspace lives."""
-        return self._shared.layout
-
-    @property
-    def placement(self) -> Placement:
-        """Which rank holds which expert."""
-        return self._shared.placement
-
-    @property
-    def max_num_tokens(self) -> int:
-        """M, local tokens a rank may dispatch in one round."""
-        return self._shared.config.max_num_tokens
-
-    @property
-    def top_k(self) -> int:
-        """Most picks per token."""
-        return self._shared.config.top_k
-
-    @property
-    def num_experts(self) -> int:
-        """E, global experts."""
-        return self._shared.config.num_experts
-
-    @property
-    def hidden_size(self) -> int:
-        """H, elements of a row."""
-        return self._shared.config.hidden_size
 
     @property
     def workspace_size_per_rank(self) -> int:
@@ -911,14 +910,16 @@ class MoeAlltoAll(RoundContext):
             return False
         # A grown shape may be one that the transport cannot carry: ask before the old memory goes.
         self._choice = choose(self._choice.name, larger, self._comm)
-        old = self._shared
-        hook = old.transport.hook
-        built = self._build(larger, old.startup_timeout_s, old.timeout_s)
-        old.transport.close()
-        built.transport.hook = hook
-        self._shared = built
-        self._start_over()
-        self._others = self._more_contexts()
+        shared = self._shared
+        built = self._build(larger, shared.startup_timeout_s, shared.timeout_s)
+        built.transport.hook = shared.transport.hook
+        shared.transport.close()
+        # In place: contexts that a caller holds go on with the new workspace.
+        for field in dataclasses.fields(_Shared):
+            setattr(shared, field.name, getattr(built, field.name))
+        for context in self.contexts:
+            context._start_over()
+        self._others += self._more_contexts(len(self._others) + 1)
         return True
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import a2a
 from a2a import ScaleLayout, reference
 from a2a.comm import Comm
 from a2a.config import LOW_PRECISION_BLOCK
+from a2a.errors import ShapeError
 from a2a.quant import WIRE_FORMATS, swizzle_scales, wire_format
 from a2a.reference import RankInput
 
@@ -95,6 +96,42 @@ def tokens(comm: Comm, transport: str, name: str, row_order: str, hidden: int, a
                 got = moe.dispatch_tokens(data, ids.long(), weights, runtime_max_tokens_per_rank=MOST, scale=scales)
                 assert_receipt(wanted, [got.hidden_states, got.scales, got.topk_ids, got.topk_weights])
                 moe.combine(torch.zeros(ep, MOST, hidden, dtype=torch.bfloat16, device=device), MOST)
+
+
+def narrower(comm: Comm, transport: str, name: str) -> None:
+    """Rows narrower than the object was built for, as a second layer that shares it has them."""
+    rank, ep, built, hidden = comm.Get_rank(), comm.Get_size(), 256, 128
+    wire = wire_format(name)
+    with a2a.MoeAlltoAll(
+        max_num_tokens=MOST,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        hidden_size=built,
+        wire_format=name,
+        comm=comm,
+        transport=transport,
+    ) as moe:
+        device = moe.workspace.device
+        drawn = inputs(ep, hidden, torch.float16 if name == "fp16" else torch.bfloat16, 3)
+        ranks = []
+        for rows, ids, weights in drawn:
+            data, scales = wire.quantize(rows)
+            ranks.append(RankInput(ids, [data, *([] if scales is None else [scales]), ids, weights]))
+        wanted = reference.dispatch(ranks, moe.placement, MOST, ids_payload=len(ranks[0].payloads) - 2)[rank]
+        rows, ids, weights = (each.to(device) for each in drawn[rank])
+        got = moe.dispatch_tokens(rows, ids, weights, runtime_max_tokens_per_rank=MOST)
+        scales = [] if got.scales is None else [got.scales]
+        assert_receipt(wanted, [got.hidden_states, *scales, got.topk_ids, got.topk_weights])
+        moe.combine(torch.zeros(ep, MOST, hidden, dtype=torch.bfloat16, device=device), MOST)
+        for width in (0, built + 128):
+            bad = torch.zeros(rows.shape[0], width, dtype=rows.dtype, device=device)
+            with pytest.raises(ShapeError, match="hidden_states"):
+                moe.dispatch_tokens(bad, ids, weights, runtime_max_tokens_per_rank=MOST)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"])
+def test_narrower_rows_than_built_for(run_ranks: Ranks, transport: str, name: str) -> None:
+    run_ranks(narrower, 3, transport, name)
 
 
 @pytest.mark.parametrize("row_order", ["compact", "token"])

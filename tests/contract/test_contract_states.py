@@ -48,7 +48,7 @@ def states(comm: Comm, transport: str) -> None:
     with pytest.raises(StateError):
         moe.combine(payload, 2)
     with pytest.raises(ConfigError, match="enable_rank_mask"):
-        moe.rank_mask
+        moe.rank_mask.sum()
     with pytest.raises(ConfigError, match="wire_format"):
         moe.dispatch_tokens(rows, ids, torch.ones(1, 4, device=device), runtime_max_tokens_per_rank=2)
     # The verb that was refused told every rank: all are at the same round again.
@@ -164,7 +164,11 @@ def growing(comm: Comm, transport: str) -> None:
             play(moe, draw(small, number))
         assert not moe.ensure(max_num_tokens=2)
         assert moe.ensure(num_contexts=2) and len(moe.contexts) == 2
-        play(moe.contexts[1], draw(large, 9))
+        second = moe.contexts[1]
+        play(second, draw(large, 9))
+        # A context that the caller holds goes on in the larger workspace.
+        assert moe.ensure(max_num_tokens=17) and moe.contexts[1] is second and second.max_num_tokens == 17
+        play(second, draw(large, 19))
         for bad in ({"hidden": 3}, {"num_experts": 17}, {"row_order": "token"}, {"top_k": 65}, {"max_num_tokens": 0}):
             with pytest.raises(ConfigError) as caught:
                 moe.ensure(**(bad if rank == ep - 1 else {}))
