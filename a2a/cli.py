@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "workload, uniform where there is none",
     )  # fmt: skip
     bench.add_argument(
-        "--peer", action="append", metavar="NAME",
+        "--peer", action="extend", type=_words, metavar="NAME",
         help="also time another implementation: torch-a2a, ag-rs, mpi, memcpy or copy (limits); may be repeated",
     )  # fmt: skip
     bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default), token")

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +83,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table; every cell is text, columns whose cells are numbers are aligned right."""
     out = sys.stdout if file is None else file
     right = [all(_is_number(row[column]) for row in rows) for column in range(len(columns))]
-    if _has_rich() and out.isatty():
+    widths = [max(len(row[column]) for row in [columns, *rows]) for column in range(len(columns))]
+    # Drawn borders take 3 more characters a column; a table that does not fit would lose its ends.
+    fits = sum(widths) + 3 * len(columns) + 1 <= shutil.get_terminal_size().columns
+    if _has_rich() and out.isatty() and fits:
         from rich.console import Console
         from rich.table import Table
 
@@ -93,7 +97,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
             table.add_row(*row)
         Console(file=out).print(table)
         return
-    widths = [max(len(row[column]) for row in [columns, *rows]) for column in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -150,7 +153,8 @@ def progress(title: str, steps: int, shown: bool) -> Iterator[Progress]:
         from rich.progress import Progress as RichProgress
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        # Drawn seldom: a thread that draws takes time from the rounds.
+        with RichProgress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
             task = bar.add_task(title, total=steps)
             yield lambda: bar.advance(task)
         return

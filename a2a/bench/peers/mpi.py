@@ -1,6 +1,7 @@
 """mpi: sort by rank, Alltoallv both ways through mpi4py, index-add.
 
-Owns the peer that an MPI user would write. Refuses to start MPI where no launcher did.
+Owns the peer that an MPI user would write. Refuses to start MPI where no launcher did, and to tune it: a user's own
+settings count, such as MPICH's MPIR_CVAR_POLLS_BEFORE_YIELD=1, which helps it where there are more ranks than cores.
 """
 
 from __future__ import annotations
