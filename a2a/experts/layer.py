@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from a2a.alltoall import Dispatched, MoeAlltoAll
 from a2a.errors import ConfigError, ShapeError
@@ -21,8 +20,7 @@ class MoeLayer:
 
     Args:
         moe: the exchange, built with a `wire_format`. Layers may share it: call `moe.ensure(hidden_size=...)` on all
-            ranks before a layer that is wider. A layer narrower than the exchange sends its rows with zeros up to the
-            exchange's width; what arrives is the same for a hidden size that is a multiple of the format's block.
+            ranks before a layer that is wider.
         experts: the experts of this rank in the order of `moe.placement.experts_of(moe.ep_rank)`, on its device.
         context: index of the context of `moe` whose rounds this layer takes, for layers in flight side by side.
         dtype: bf16, fp16 or fp32: of rows on the combine wire and of the output.
@@ -109,7 +107,7 @@ class MoeLayer:
         rounds = self.moe.contexts[self._context]
         most = runtime_max_tokens_per_rank
         received = rounds.dispatch_tokens(
-            pad(hidden_states, (0, self.moe.hidden_size - hidden)),
+            hidden_states,
             topk_ids,
             topk_weights,
             runtime_max_tokens_per_rank=most,
