@@ -15,10 +15,6 @@ from cuda.bindings import driver as cu
 from a2a.errors import Unsupported
 
 
-class DriverError(Unsupported):
-    """A driver call failed; its one reason names the call and the status."""
-
-
 def status_name(status: Any) -> str:
     """`CUDA_ERROR_...` of a `CUresult`."""
     return str(getattr(status, "name", status))
@@ -28,13 +24,13 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     """The values of a driver call's result.
 
     Raises:
-        DriverError: with `what` and the status, when the call failed.
+        Unsupported: with `what` and the status, when the call failed.
     """
     status, *values = result
     if int(status) != 0:
         # Not by way of a variable: error, traceback and this frame would hold each other, and all callers' memory,
         # until the collector comes.
-        raise DriverError(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
+        raise Unsupported(transport="nvlink", reasons=(f"{what}: {status_name(status)}",))
     return values[0] if len(values) == 1 else tuple(values) if values else None
 
 

@@ -6,6 +6,7 @@ can reach each other, and the life of the mapping. Refuses to know what the byte
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -19,7 +20,7 @@ from torch import Tensor
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh
 from a2a.errors import Unsupported
-from a2a.nvlink.driver import DriverError, attribute, checked, device_uuid, on_device, ordinal
+from a2a.nvlink.driver import attribute, checked, device_uuid, on_device, ordinal
 
 _POSIX: Final = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC: Final = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
@@ -68,15 +69,18 @@ class SymmetricMemory:
                 self.stride_bytes = -(-num_bytes // granularity) * granularity
                 own = _create(device, kind, self.stride_bytes)
                 exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
-            except DriverError as error:
+            except Unsupported as error:
                 reason = error.reasons[0]
             mapping = _Mapping(device, self.stride_bytes, self.size)
             mapping.handles[self.rank] = own
-            _agree(comm, reason)
-            if kind == _FABRIC:
-                self._import_fabric(mapping, bytes(exported.data), comm)
-            else:
-                self._import_posix(mapping, exported, comm, mesh, timeout_s)
+            with contextlib.ExitStack() as opened:
+                if kind == _POSIX and exported is not None:
+                    opened.callback(os.close, exported)
+                _agree(comm, reason)
+                if kind == _FABRIC:
+                    self._import_fabric(mapping, bytes(exported.data), comm)
+                else:
+                    self._import_posix(mapping, exported, comm, mesh, timeout_s)
             _agree(comm, _reason_of(mapping.map))
             self.address = mapping.address
             self.tensor = _tensor(mapping)
@@ -88,15 +92,12 @@ class SymmetricMemory:
             if peer != self.rank:
                 try:
                     mapping.handles[peer] = _import_fabric_handle(data)
-                except DriverError as error:
+                except Unsupported as error:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
         _agree(comm, "; ".join(reasons) or None)
 
     def _import_posix(self, mapping: _Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
-        try:
-            received = mesh.exchange_descriptors([descriptor], timeout_s=timeout_s)
-        finally:
-            os.close(descriptor)
+        received = mesh.exchange_descriptors([descriptor], timeout_s=timeout_s)
         reasons = []
         try:
             for peer, descriptors in sorted(received.items()):
@@ -210,7 +211,7 @@ def handle_reasons(device: torch.device) -> dict[str, str | None]:
             if kind == _POSIX:
                 os.close(int(exported))
             found[name] = None
-        except DriverError as error:
+        except Unsupported as error:
             found[name] = error.reasons[0]
         finally:
             if handle is not None:
@@ -221,7 +222,7 @@ def handle_reasons(device: torch.device) -> dict[str, str | None]:
 def _reason_of(action: Any) -> str | None:
     try:
         action()
-    except DriverError as error:
+    except Unsupported as error:
         return error.reasons[0]
     return None
 
@@ -270,7 +271,7 @@ def _all_share_fabric(device: torch.device, comm: Comm) -> bool:
                 handle = _create(device, _FABRIC, _granularity(device, _FABRIC))
                 made = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FABRIC, 0))
                 exported = bytes(made.data)
-        except DriverError:
+        except Unsupported:
             exported = None
         offers: list[bytes | None] = comm.allgather(exported)
         able = all(offer is not None for offer in offers)
@@ -281,7 +282,7 @@ def _all_share_fabric(device: torch.device, comm: Comm) -> bool:
                     for rank, offer in enumerate(offers)
                     if offer is not None and rank != comm.Get_rank()
                 ]
-            except DriverError:
+            except Unsupported:
                 able = False
         return all(comm.allgather(able))
     finally:
