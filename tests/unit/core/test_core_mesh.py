@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import threading
@@ -442,6 +443,41 @@ def test_a_fast_ranks_reset_and_signals_wait_for_the_slow() -> None:
                     frames += mesh_module._HEADER.pack(len(text), phase, 0, 0, 1, 1 if text else 0) + text
                 mesh._sockets[0].send(frames)
                 comm.barrier()
+            comm.barrier()
+
+    in_threads(2, body)
+
+
+def test_what_was_under_way_during_a_reset_is_dropped() -> None:
+    def body(comm: ThreadComm) -> None:
+        with opened(comm) as mesh:
+            mesh.reset(timeout_s=ENOUGH_S)
+            comm.barrier()
+            if comm.rank == 0:
+                text = json.dumps(ConfigError(what="x", got=1, wanted="2").to_facts()).encode()
+                for phase in (mesh._numbers["one"], mesh_module._ERROR):
+                    mesh._sockets[1].send(mesh_module._HEADER.pack(len(text), phase, 0, 0, 0, 1) + text)
+                mesh.signal("two", 0, 1, b"after")
+            else:
+                assert mesh.wait("two", 0, 1, timeout_s=ENOUGH_S) == {0: b"after"}
+                mesh.check()
+                assert not mesh._inbox, "signals that nobody can wait for any more stay for ever"
+            comm.barrier()
+
+    in_threads(2, body)
+
+
+def test_rounds_that_were_given_up_leave_nothing_behind() -> None:
+    def body(comm: ThreadComm) -> None:
+        with opened(comm) as mesh:
+            for number in range(1, 6):
+                mesh.signal("one", 0, number, b"")
+                mesh.signal("one", 1, number, b"other context")
+            comm.barrier()
+            mesh.wait("one", 0, 5, timeout_s=ENOUGH_S)
+            for number in range(1, 5):
+                assert not mesh.arrived("one", 0, number)
+                assert mesh.arrived("one", 1, number)
             comm.barrier()
 
     in_threads(2, body)
