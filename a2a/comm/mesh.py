@@ -81,6 +81,7 @@ class Mesh:
         self._lock = threading.RLock()
         self._inbox: dict[tuple[int, int, int, int, int], dict[int, bytes]] = {}
         self._newest_reset: dict[int, int] = {}
+        self._later_errors: dict[int, A2AError] = {}
         self._descriptors: dict[int, list[int]] = {rank: [] for rank in self.peers}
         self._partial: dict[int, bytes] = dict.fromkeys(self.peers, b"")
         self._unwritable: set[int] = set()
@@ -203,7 +204,7 @@ class Mesh:
         """
         with self._lock:
             self._epoch += 1
-            self.error = None
+            self.error = self._later_errors.pop(self._epoch, None)
             self._inbox = {key: got for key, got in self._inbox.items() if key[3] >= self._epoch}
         key = (_RESET, 0, 0, self._epoch, 0)
         for peer in self.peers:
@@ -360,8 +361,12 @@ class Mesh:
             elif epoch < self._epoch:
                 continue
             elif phase == _ERROR:
-                if epoch == self._epoch and self.error is None:
-                    self.error = from_facts(json.loads(body), reporter=peer)
+                told = from_facts(json.loads(body), reporter=peer)
+                if epoch > self._epoch:
+                    # Of a reset that has failed elsewhere: this rank's own will have failed too.
+                    self._later_errors.setdefault(epoch, told)
+                elif self.error is None:
+                    self.error = told
             else:
                 if phase == _RESET:
                     self._newest_reset[peer] = epoch

@@ -500,6 +500,28 @@ def test_a_rank_that_waits_while_another_resets_is_told_so() -> None:
     in_threads(2, body)
 
 
+def test_a_reset_that_failed_elsewhere_has_failed_for_the_late_too() -> None:
+    def body(comm: ThreadComm) -> None:
+        with opened(comm) as mesh:
+            if comm.rank == 0:
+                with pytest.raises(PeerTimeout):
+                    mesh.reset(timeout_s=0.1)
+            comm.barrier()
+            if comm.rank == 1:
+                mesh.check()
+                with pytest.raises(PeerTimeout) as told:
+                    mesh.reset(timeout_s=ENOUGH_S)
+                assert told.value.reporter == 0
+            comm.barrier()
+            # Both stand where the next reset starts.
+            mesh.reset(timeout_s=ENOUGH_S)
+            mesh.signal("one", 0, 1, b"well")
+            assert mesh.wait("one", 0, 1, timeout_s=ENOUGH_S) == {1 - comm.rank: b"well"}
+            comm.barrier()
+
+    in_threads(2, body)
+
+
 def test_reset_has_a_deadline() -> None:
     def body(comm: ThreadComm) -> None:
         with opened(comm) as mesh:
