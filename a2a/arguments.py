@@ -244,12 +244,12 @@ class Arguments:
         return wire, Quantize(wire, config.mx_alignment, global_scale)
 
 
-    def hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_be_quantised: bool) -> int:
+    def hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_quantize: bool) -> int:
         """Elements of a hidden-state row before packing, at most those the workspace was built for."""
         self.check_matrix("hidden_states", hidden_states, (num_tokens, None), hidden_states.dtype)
         config = self.config
         most = wire.padded_size(config.hidden_size, config.mx_alignment)
-        if to_be_quantised or wire.scales_dtype is None:
+        if to_quantize or wire.scales_dtype is None:
             width, most, alignment = hidden_states.shape[1], config.hidden_size, config.mx_alignment
         else:
             width, alignment = hidden_states.shape[1] * (2 if wire.packed else 1), 0
