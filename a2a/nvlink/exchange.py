@@ -106,7 +106,7 @@ class Exchange:
         for words in self.words:
             words.first_round = 1
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        self._resident: dict[tuple[str, int, int], int] = {}
+        self._resident: dict[tuple[Kernel, int, int], int] = {}
         self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
         self._load_dispatch(None, config.top_k)
@@ -124,46 +124,62 @@ class Exchange:
         """Enqueue one dispatch; no host synchronisation. See `Transport.dispatch`."""
         most = call.runtime_max_tokens_per_rank
         small = most <= self._small_max
-        n, top_k = call.topk_ids.shape
+        ids, stats, payloads = call.topk_ids, call.eplb_local_stats, call.payloads
+        n, top_k = ids.shape
         self._top_k[call.context] = top_k
         wire = call.quantize.wire_format.name if call.quantize is not None else None
         kernel = self._dispatch_kernel("dispatch_small" if small else "dispatch_bulk", wire, top_k)
         stream = self._enter(call.stream)
         params = kernel.parameters
-        self._offsets(params, _DISPATCH_OFFSETS, kernel, call.context)
-        widths = []
-        for index, payload in enumerate(call.payloads):
+        widths = tuple([payload.row_bytes for payload in payloads])
+        fills = tuple([payload.fill_byte for payload in payloads])
+        rows = payloads[0].rows
+        rows_type = None if wire is None or rows is None else (rows.shape[1], rows.dtype)
+        shape = (n, most, widths, fills, call.ids_payload, call.invalid_id, ids.dtype, stats is None, rows_type)
+        key = (call.context, call.num_sms, shape)
+        if kernel.prepared != key:
+            kernel.prepared = None
+            self._prepare_dispatch(kernel, call, small)
+            kernel.prepared = key
+        for index, payload in enumerate(payloads):
             params.payload_rows[index] = 0 if payload.rows is None else payload.rows.data_ptr()
+        params.topk_ids = ids.data_ptr()
+        params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
+        if call.quantize is not None:
+            scale = call.quantize.global_scale
+            params.global_scale = 0 if scale is None else scale.data_ptr()
+        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, small))
+        if call.stream is not None:
+            self._used_on(stream, [payload.rows for payload in payloads] + [ids, stats])
+
+    def _prepare_dispatch(self, kernel: Kernel, call: DispatchCall, small: bool) -> None:
+        """Every field but the caller's addresses, and the shape of the launch."""
+        params, stats = kernel.parameters, call.eplb_local_stats
+        n = call.topk_ids.shape[0]
+        self._offsets(params, _DISPATCH_OFFSETS, call.context)
+        for index, payload in enumerate(call.payloads):
             params.payload_offsets[index] = payload.offset_bytes
             params.payload_bytes[index] = payload.row_bytes
             params.payload_fill[index] = -1 if payload.fill_byte is None else payload.fill_byte
-            widths.append(payload.row_bytes)
-        params.topk_ids = call.topk_ids.data_ptr()
         params.id_bytes = call.topk_ids.dtype.itemsize
         params.num_tokens = n
-        params.runtime_max_tokens_per_rank = most
-        params.num_payloads = len(widths)
+        params.runtime_max_tokens_per_rank = call.runtime_max_tokens_per_rank
+        params.num_payloads = len(call.payloads)
         params.ids_payload = -1 if call.ids_payload is None else call.ids_payload
         params.invalid_id = call.invalid_id
-        stats = call.eplb_local_stats
-        params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
         params.num_eplb_stats = 0 if stats is None else stats.numel()
+        widths = [payload.row_bytes for payload in call.payloads]
         params.digest = _digest(widths, stats is not None)
-        if call.quantize is not None and call.payloads[0].rows is not None:
-            scale = call.quantize.global_scale
-            params.global_scale = 0 if scale is None else scale.data_ptr()
-            params.hidden_size = call.payloads[0].rows.shape[1]
-            params.input_type = OUTPUT_TYPES.index(_TYPES[call.payloads[0].rows.dtype])
+        rows = call.payloads[0].rows
+        if call.quantize is not None and rows is not None:
+            params.hidden_size = rows.shape[1]
+            params.input_type = OUTPUT_TYPES.index(_TYPES[rows.dtype])
         image = image_bytes(widths)
         if small:
             fused = call.quantize is not None
-            grid, threads, shared = self._small_shape(kernel, image, most, call.num_sms, fused)
+            self._small_shape(kernel, image, call.runtime_max_tokens_per_rank, call.num_sms, fused)
         else:
-            grid, threads, shared = self._bulk_shape(kernel, call.num_sms)
-            params.segments = _segments(n, image, grid[0] * (threads // 32 - 1))
-        kernel.launch(grid, threads, stream.cuda_stream, shared_bytes=shared, pdl=self._pdl(call.enable_pdl, small))
-        if call.stream is not None:
-            self._used_on(stream, [payload.rows for payload in call.payloads] + [call.topk_ids, stats])
+            self._bulk_shape(kernel, n, image, call.num_sms)
 
     def combine(self, call: CombineCall) -> None:
         """Enqueue one combine; no host synchronisation. See `Transport.combine`."""
@@ -201,25 +217,29 @@ class Exchange:
             with torch.cuda.stream(stream):
                 payload = _wire_rows(payload)
         params = kernel.parameters
-        self._offsets(params, _COMBINE_OFFSETS, kernel, call.context)
         row_bytes = payload.shape[2] * payload.dtype.itemsize
-        if call.low_precision:
+        staged = quantizes or not call.payload_in_workspace
+        shape = (call.num_tokens, most, width, row_bytes, staged, quantizes, output.dtype)
+        prepared = (call.context, call.num_sms, shape)
+        if kernel.prepared != prepared:
+            kernel.prepared = None
+            self._offsets(params, _COMBINE_OFFSETS, call.context)
             params.row_pitch = row_bytes
             params.scaled = int(quantizes)
+            params.num_tokens = call.num_tokens
+            params.runtime_max_tokens_per_rank = most
+            params.row_elements = width
+            params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
+            params.staged = int(staged)
+            params.digest = _digest([row_bytes], kind)
+            if small:
+                self._small_shape(kernel, row_bytes, most, call.num_sms, False)
+            else:
+                self._bulk_shape(kernel, call.num_tokens, row_bytes, call.num_sms)
+            kernel.prepared = prepared
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
-        params.num_tokens = call.num_tokens
-        params.runtime_max_tokens_per_rank = most
-        params.row_elements = width
-        params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
-        params.staged = int(quantizes or not call.payload_in_workspace)
-        params.digest = _digest([row_bytes], kind)
-        if small:
-            grid, threads, shared = self._small_shape(kernel, row_bytes, most, call.num_sms, False)
-        else:
-            grid, threads, shared = self._bulk_shape(kernel, call.num_sms)
-            params.segments = _segments(call.num_tokens, row_bytes, grid[0] * (threads // 32 - 1))
-        kernel.launch(grid, threads, stream.cuda_stream, shared_bytes=shared, pdl=self._pdl(call.enable_pdl, small))
+        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, small))
         if call.stream is not None:
             self._used_on(stream, [payload, output])
 
@@ -306,11 +326,8 @@ class Exchange:
         params.max_num_tokens = self._config.max_num_tokens
         params.landing_tokens = self._landing_tokens
 
-    def _offsets(self, params: Any, names: Sequence[str], kernel: Kernel, context: int) -> None:
-        """Fields that depend on the context alone; written when it is another one than at the last launch."""
-        if kernel.context == context:
-            return
-        kernel.context = context
+    def _offsets(self, params: Any, names: Sequence[str], context: int) -> None:
+        """Fields that depend on the context alone."""
         params.host_words = self._pinned.data_ptr() + context * _WORDS_STRIDE
         for name in names:
             try:
@@ -322,9 +339,7 @@ class Exchange:
 
     # ---- shapes of launches ----------------------------------------------------------------------------------------
 
-    def _small_shape(
-        self, kernel: Kernel, num_bytes: int, most: int, num_sms: int | None, fused: bool
-    ) -> tuple[tuple[int, int], int, int]:
+    def _small_shape(self, kernel: Kernel, num_bytes: int, most: int, num_sms: int | None, fused: bool) -> None:
         threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
         if fused:
             columns, threads, shared = 1, min(threads_of_row, MAX_THREADS), -(-num_bytes // 16) * 16
@@ -333,15 +348,16 @@ class Exchange:
             columns, shared = -(-threads_of_row // threads), 0
         resident = self._max_resident(kernel, threads, shared, num_sms)
         columns = min(columns, max(1, resident // 2))
-        return (columns, 1 + max(1, min(most, resident // columns - 1))), threads, shared
+        kernel.shape((columns, 1 + max(1, min(most, resident // columns - 1))), threads, shared)
 
-    def _bulk_shape(self, kernel: Kernel, num_sms: int | None) -> tuple[tuple[int, int], int, int]:
+    def _bulk_shape(self, kernel: Kernel, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
         wanted = self._num_sms if num_sms is None else max(1, min(num_sms, self._num_sms))
-        resident = self._max_resident(kernel, _BULK_THREADS, 0, None)
-        return (min(wanted, resident, MAX_CTAS), 1), _BULK_THREADS, 0
+        num_blocks = min(wanted, self._max_resident(kernel, _BULK_THREADS, 0, None), MAX_CTAS)
+        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (_BULK_THREADS // 32 - 1))
+        kernel.shape((num_blocks, 1), _BULK_THREADS, 0)
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
-        key = (kernel.name, threads, shared)
+        key = (kernel, threads, shared)
         per_sm = self._resident.get(key)
         if per_sm is None:
             per_sm = self._resident[key] = kernel.blocks_per_sm(threads, shared)

@@ -57,14 +57,14 @@ class Kernel:
 
     Attributes:
         parameters: filled in by the caller before `launch`.
-        context: the caller's note of which context the parameters are for.
+        prepared: the caller's note of what the parameters and the shape are for.
         num_registers, local_bytes: of a thread; local bytes other than 0 are spills or arrays in memory.
     """
 
     def __init__(self, library: Library, name: str, parameters: type[ctypes.Structure], shared_bytes: int) -> None:
         self.name = name
         self.parameters: Any = parameters()
-        self.context = -1
+        self.prepared: object = None
         self._library = library
         self._device_index = library.device.index
         with on_device(library.device):
@@ -77,6 +77,7 @@ class Kernel:
             self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
             self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
+        self._pointers_address = ctypes.addressof(self._pointers)
         self._config = cu.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimY = self._config.blockDimZ = 1
@@ -95,31 +96,30 @@ class Kernel:
                 )
             )
 
-    def launch(
-        self, grid: tuple[int, int], num_threads: int, stream: int, *, shared_bytes: int = 0, pdl: bool = False
-    ) -> None:
-        """Enqueue one launch with the present `parameters`; no host synchronisation, nothing is allocated.
-
-        Args:
-            grid: blocks in x and y.
-            num_threads: of a block.
-            stream: handle of a stream of the kernel's device.
-            shared_bytes: dynamic shared memory of a block.
-            pdl: the kernel may start before its predecessor on the stream has ended (programmatic stream
-                serialisation); it must wait for it itself.
-        """
+    def shape(self, grid: tuple[int, int], num_threads: int, shared_bytes: int) -> None:
+        """Of the launches that follow: blocks in x and y, threads and dynamic shared memory of a block."""
         config = self._config
         config.gridDimX, config.gridDimY = grid
         config.blockDimX = num_threads
         config.sharedMemBytes = shared_bytes
+
+    def launch(self, stream: int, *, pdl: bool = False) -> None:
+        """Enqueue one launch with the present parameters and shape; no host synchronisation, nothing is allocated.
+
+        Args:
+            stream: handle of a stream of the kernel's device.
+            pdl: the kernel may start before its predecessor on the stream has ended (programmatic stream
+                serialisation); it must wait for it itself.
+        """
+        config = self._config
         config.hStream = stream
         if pdl != self._pdl:
             self._set_pdl(pdl)
         if torch.cuda.current_device() == self._device_index:
-            checked(self.name, cu.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._pointers), 0))
+            checked(self.name, cu.cuLaunchKernelEx(config, self._function, self._pointers_address, 0))
         else:
             with on_device(self._library.device):
-                checked(self.name, cu.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._pointers), 0))
+                checked(self.name, cu.cuLaunchKernelEx(config, self._function, self._pointers_address, 0))
 
     def _set_pdl(self, pdl: bool) -> None:
         attributes = []

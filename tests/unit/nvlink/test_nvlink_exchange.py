@@ -1,0 +1,224 @@
+"""What kernels are told: by whatever calls it was preceded, a launch has the fields and shape of a first one."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.util
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from a2a.config import ExchangeConfig
+from a2a.layout import WorkspaceLayout
+from a2a.nvlink import params
+from a2a.placement import Placement
+from a2a.quant import ScaleLayout, wire_format
+from a2a.transport import CombineCall, DispatchCall, Payload, Quantize
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="needs cuda-core and NVRTC: install a2a[cu13]"
+)
+CONFIG = ExchangeConfig(
+    ep_size=2,
+    max_num_tokens=600,
+    top_k=4,
+    num_experts=8,
+    hidden_size=256,
+    wire_format="mxfp8",
+    extra_payload_bytes_per_token=4096,
+    eplb_stats_num_experts=5,
+    num_contexts=2,
+)
+LAYOUT = WorkspaceLayout(CONFIG, params.control_regions(CONFIG))
+WORKSPACE = torch.zeros((2, LAYOUT.num_bytes), dtype=torch.uint8)
+ROWS = {dtype: torch.zeros((600, 256), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+IDS = {dtype: torch.zeros((600, 4), dtype=dtype) for dtype in (torch.int32, torch.int64)}
+MORE = torch.zeros((600, 24), dtype=torch.uint8)
+STATS = torch.zeros(5, dtype=torch.int32)
+BLOCKS = torch.zeros((2, 600, 256), dtype=torch.bfloat16)
+OUTPUTS = {dtype: torch.zeros((600, 256), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+FUSED = Quantize(wire_format("mxfp8"), 0, None)
+
+
+class Recorder:
+    """In place of a loaded kernel: keeps what each launch would pass."""
+
+    def __init__(self, name: str, kind: type[ctypes.Structure], launches: list[Any]) -> None:
+        self.name, self.parameters, self.prepared, self._launches = name, kind(), None, launches
+        self._shape: Any = None
+
+    def blocks_per_sm(self, num_threads: int, shared_bytes: int = 0) -> int:
+        return 2048 // num_threads
+
+    def shape(self, *shape: Any) -> None:
+        self._shape = shape
+
+    def launch(self, stream: int, *, pdl: bool = False) -> None:
+        fields = {}
+        for name, _ in self.parameters._fields_:  # type: ignore[misc]
+            value = getattr(self.parameters, name)
+            fields[name] = list(value) if isinstance(value, ctypes.Array) else value
+        count = fields.get("num_payloads")
+        if count is not None:
+            # What lies beyond the payloads of a launch is not read.
+            for name in ("payload_rows", "payload_offsets", "payload_bytes", "payload_fill"):
+                fields[name] = fields[name][:count]
+        if self.name.endswith("small"):
+            del fields["segments"]
+        self._launches.append((self.name, self._shape, pdl, fields))
+
+
+def exchange() -> tuple[Any, list[Any]]:
+    """An exchange as its constructor leaves it, but for the GPU."""
+    from a2a.nvlink.exchange import Exchange
+
+    launches: list[Any] = []
+
+    class Here(Exchange):
+        def __init__(self) -> None:
+            self.workspace, self.device, self.ep_rank, self.stream = WORKSPACE, WORKSPACE.device, 1, None
+            self._config, self._layout, self._landing_tokens = CONFIG, LAYOUT, params.landing_tokens(CONFIG)
+            self._small_max, self._sharers, self._num_sms = min(240, self._landing_tokens), 1, 132
+            self._needs_table, self._table = False, Placement.contiguous(8, 2).table
+            self._pinned = WORKSPACE.new_zeros(256)
+            self._kernels, self._resident, self._top_k = {}, {}, [4, 4]
+
+        def _enter(self, stream: Any) -> Any:
+            return SimpleNamespace(cuda_stream=7)
+
+        def _load_dispatch(self, wire: str | None, top_k: int) -> None:
+            for name in ("dispatch_small", "dispatch_bulk"):
+                self._add(("dispatch", name, wire, top_k), name, params.DispatchParams)
+
+        def _load_combine(self, top_k: int) -> None:
+            for name in ("small_bf16", "bulk_bf16", "bulk_e4m3"):
+                self._add(("combine", "combine_" + name, top_k), name.split("_")[0], params.CombineParams)
+
+        def _add(self, key: tuple[object, ...], name: str, kind: type[ctypes.Structure]) -> None:
+            kernel: Any = Recorder(name, kind, launches)
+            self._constants(kernel.parameters)
+            self._kernels[key] = kernel
+
+    return Here(), launches
+
+
+def dispatch_call(draw: random.Random) -> DispatchCall:
+    n, context = draw.choice((0, 1, 3, 300)), draw.randrange(2)
+    ids = IDS[draw.choice((torch.int32, torch.int64))][:n, : draw.choice((2, 4))]
+    rows = ROWS[draw.choice((torch.bfloat16, torch.float32))][:n]
+    fused = draw.random() < 0.4
+    fill = draw.choice((None, 0))
+    parts: list[tuple[Any, int]] = [(rows, 256), (None, 8)] if fused else [(rows[:, : draw.choice((8, 64))], 128)]
+    parts += draw.choice(([], [(MORE[:n], 24)], [(MORE[:n], 24), (ids, 16)]))
+    offsets = LAYOUT.payload_offsets([width for _, width in parts], context)
+    return DispatchCall(
+        context=context,
+        round=1,
+        topk_ids=ids,
+        payloads=tuple(Payload(*part, at, fill) for part, at in zip(parts, offsets, strict=True)),
+        runtime_max_tokens_per_rank=max(n, draw.choice((1, 8, 500))),
+        ids_payload=draw.choice((None, 1 if len(parts) > 1 else None)),
+        invalid_id=draw.choice((-1, 77)),
+        quantize=FUSED if fused else None,
+        eplb_local_stats=draw.choice((None, STATS)),
+        timeout_s=1.0,
+        stream=None,
+        num_sms=draw.choice((None, 16)),
+        enable_pdl=draw.choice((None, False)),
+    )
+
+
+def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
+    """The same call but for one thing."""
+    other = dispatch_call(draw)
+    widths = [payload.row_bytes for payload in call.payloads]
+    context = 1 - call.context
+    offsets = LAYOUT.payload_offsets(widths, context)
+    first = call.payloads[0].rows
+    assert first is not None
+    another = ROWS[torch.float32 if first.dtype == torch.bfloat16 else torch.bfloat16][: first.shape[0]]
+    changes: list[dict[str, Any]] = [
+        {"ids_payload": len(widths) - 1 if call.ids_payload is None else None},
+        {"invalid_id": call.invalid_id + 1},
+        {"num_sms": 16 if call.num_sms is None else None},
+        {"eplb_local_stats": STATS if call.eplb_local_stats is None else None},
+        {"runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank + 1},
+        {"topk_ids": IDS[torch.int64 if call.topk_ids.dtype == torch.int32 else torch.int32][: first.shape[0], :4]},
+        {"payloads": tuple(dataclasses.replace(each, fill_byte=3) for each in call.payloads)},
+        {"payloads": (dataclasses.replace(call.payloads[0], rows=another), *call.payloads[1:])},
+        {
+            "context": context,
+            "payloads": tuple(
+                dataclasses.replace(each, offset_bytes=at) for each, at in zip(call.payloads, offsets, strict=True)
+            ),
+        },
+    ]
+    change = draw.choice(changes)
+    return other if call.runtime_max_tokens_per_rank > 590 else dataclasses.replace(call, **change)
+
+
+def combine_call(draw: random.Random, after: DispatchCall) -> CombineCall:
+    n, most = after.topk_ids.shape[0], after.runtime_max_tokens_per_rank
+    width, low = draw.choice((64, 256)), draw.random() < 0.3
+    return CombineCall(
+        context=after.context,
+        round=1,
+        attempt=1,
+        payload=BLOCKS.view(-1)[: 2 * most * width].view(2, most, width),
+        payload_in_workspace=draw.random() < 0.5,
+        runtime_max_tokens_per_rank=most,
+        num_tokens=n,
+        low_precision=low,
+        output=OUTPUTS[torch.bfloat16 if low else draw.choice((torch.bfloat16, torch.float32))][:n, :width],
+        output_quantize=None,
+        output_scales=None,
+        scale_layout=ScaleLayout.LINEAR,
+        timeout_s=1.0,
+        stream=None,
+        num_sms=draw.choice((None, 16)),
+        enable_pdl=None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from a2a.nvlink import exchange as module
+
+    # Rows of the e4m3 wire are made anew for each call; here at one address, so that launches can be compared.
+    wire = torch.zeros((2, 600, 300), dtype=torch.uint8)
+    monkeypatch.setattr(module, "_wire_rows", lambda payload: wire[:, : payload.shape[1], : payload.shape[2] + 8])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: __import__("contextlib").nullcontext())
+    draw = random.Random(seed)
+    used, seen = exchange()
+    calls: list[DispatchCall] = []
+    for _ in range(100):
+        # Most calls repeat an earlier one, as layers do, or all but repeat the last.
+        kind = draw.random() if calls else 1.0
+        if kind < 0.6:
+            call = changed(draw, calls[-1])
+        elif kind < 0.8:
+            call = draw.choice(calls)
+        else:
+            call = dispatch_call(draw)
+        calls.append(call)
+        ended = combine_call(draw, call)
+        fresh, wanted = exchange()
+        fresh._pinned = used._pinned
+        for each in (used, fresh):
+            each.dispatch(call)
+            each.combine(ended)
+        assert seen[-2:] == wanted, (seen[-2:], wanted)
+    assert len(seen) == 200
+
+
+def test_a_repeated_call_prepares_nothing() -> None:
+    used, seen = exchange()
+    call = dispatch_call(random.Random(1))
+    used.dispatch(call)
+    used._prepare_dispatch = None
+    used.dispatch(call)
+    assert seen[0] == seen[1]
