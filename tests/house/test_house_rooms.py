@@ -67,6 +67,17 @@ def files_without_a_noun(tree: Tree) -> list[str]:
     return faults
 
 
+def alike_names_of_tests(tree: Tree) -> list[str]:
+    """Tests are no packages: pytest imports them by their file name alone, which must be one of its own."""
+    seen: dict[str, str] = {}
+    faults = []
+    for path, _ in tree.texts(".py", under="tests/"):
+        name = path.rpartition("/")[2]
+        if name != "conftest.py" and seen.setdefault(name, path) != path:
+            faults.append(f"{path}: named like {seen[name]}")
+    return faults
+
+
 def too_many_public_names(tree: Tree) -> list[str]:
     for path, syntax in tree.modules():
         if path == "a2a/__init__.py":
@@ -260,6 +271,7 @@ BROKEN: list[tuple[Rule, dict[str, str]]] = [
     (files_without_a_noun, {"a2a/nvlink/kernels/core.cuh": ""}),
     (too_many_public_names, {"a2a/__init__.py": f"__all__ = {[str(number) for number in range(13)]}"}),
     (too_many_public_names, {"a2a/__init__.py": ""}),
+    (alike_names_of_tests, {"tests/unit/comm/test_mesh.py": "", "tests/unit/host/test_mesh.py": ""}),
     (modules_without_their_line, {"a2a/layout.py": '"""Where bytes live."""'}),
     (modules_without_their_line, {"a2a/layout.py": '"""placement: where bytes live."""'}),
     (modules_without_their_line, {"a2a/layout.py": ""}),
