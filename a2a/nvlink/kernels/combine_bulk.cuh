@@ -174,8 +174,6 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   const ActiveRanks active{mine + p.rank_mask_offset};
   if (failed) {
     void_combine(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
-    // The failure may be this very launch's, by a CTA that was faster; it waits for all others.
-    if (threadIdx.x == 0) leave_round(round, COMBINE_EXITS);
     return;
   }
   if (warp == adders && blockIdx.x == 0) {

@@ -53,8 +53,6 @@ __device__ __forceinline__ void combine_small(const CombineParams& p) {
   const Round round = begin_round(load_round(state), PHASE_COMBINE, state, p.host_words, &verdict, failed);
   if (failed) {
     void_combine(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
-    // The failure may be this very launch's, by a CTA that was faster; it waits for all others.
-    if (threadIdx.x == 0) leave_round(round, COMBINE_EXITS);
     return;
   }
   if (blockIdx.y == 0) {

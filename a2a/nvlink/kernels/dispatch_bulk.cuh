@@ -104,8 +104,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
   const RankSet active = active_ranks(mine + p.rank_mask_offset);
   if (failed) {
     void_dispatch(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
-    // The failure may be this very launch's, by a CTA that was faster; it waits for all others.
-    if (threadIdx.x == 0) leave_round(round, DISPATCH_EXITS);
     return;
   }
   const u32 words = (p.runtime_max_tokens_per_rank + 31) / 32;

@@ -181,8 +181,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, SMALL_MIN_CTAS)
   const Round round = begin_round(round_words, PHASE_DISPATCH, state, p.host_words, &verdict, failed);
   if (failed) {
     void_dispatch(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
-    // The failure may be this very launch's, by a CTA that was faster; it waits for all others.
-    if (threadIdx.x == 0) leave_round(round, DISPATCH_EXITS);
     return;
   }
   if (blockIdx.y == 0) {

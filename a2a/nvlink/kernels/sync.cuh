@@ -103,14 +103,18 @@ __device__ __forceinline__ RoundWords load_round(const u8* state) {
   return words;
 }
 
+// Names one launch in the error word, which a failing launch sets; never 0.
+__device__ __forceinline__ u32 launch_stamp(u32 number, u32 phase) { return 2 * number + phase; }
+
 // Which round this is; `failed` when an earlier kernel has. dispatch reads only what combine writes and the other way
-// round, so all CTAs of a kernel read the same, however late they start.
+// round, and a failure of this very launch does not count, so all threads of a kernel read the same, however late they
+// start.
 __device__ __forceinline__ Round begin_round(RoundWords words, u32 phase, u8* state, u64 host_words, u32* verdict,
                                              bool& failed) {
   // Keeps the first use of the words behind everything that is written before this call.
   asm volatile("" : "+r"(words.dispatch_round), "+r"(words.combine_round), "+r"(words.error));
   const u32 number = phase == PHASE_DISPATCH ? words.dispatch_round + 1 : words.combine_round;
-  failed = words.error != 0;
+  failed = words.error != 0 && words.error != launch_stamp(number, phase);
   return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
 }
 
@@ -125,7 +129,7 @@ struct Patience {
 // Partner: the host reads `recorded`, then the rest; the fence orders the story before it.
 __device__ __noinline__ void record_failure(Round round, u32 kind, u32 signal, u32 peer, u32 seen, u32 wanted,
                                             u32 waited_us) {
-  if (atomicCAS(round.state + STATE_ERROR, 0u, kind) != 0) {
+  if (atomicCAS(round.state + STATE_ERROR, 0u, launch_stamp(round.number, round.phase)) != 0) {
     atomicMax(round.verdict, VERDICT_FAILED);
     return;
   }
@@ -288,11 +292,6 @@ __device__ __forceinline__ bool await_tables(const Round& round, const u32* read
 
 // ---- end of a round ------------------------------------------------------------------------------------------------
 
-// Counts this CTA among those that touch outputs no more. Unordered; see end_round.
-__device__ __forceinline__ void leave_round(const Round& round, Counter exits) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(round.counter(exits, round.parity)) : "memory");
-}
-
 // Ends the kernel for this CTA; true if this CTA must clean up. All threads call it, and none touches outputs after it
 // unless told to. `exits` counts CTAs that are done; the one that cleans up waits for the others (they end soon, the
 // error is set) and 50 us more, because their last stores are not ordered by the counter: on the good path an ordered
@@ -308,9 +307,9 @@ __device__ __forceinline__ bool end_round(const Round& round, Counter exits, Cou
       if (round.phase == PHASE_COMBINE) *round.counter(STAGE_CLAIMS, round.parity ^ 1) = 0;
       round.state[round.phase == PHASE_DISPATCH ? STATE_COMBINE_ROUND : STATE_DISPATCH_ROUND] = round.number;
     }
-    leave_round(round, exits);
+    u32* const done = round.counter(exits, round.parity);
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(done) : "memory");
     if (verdict == VERDICT_CLEANS_UP) {
-      const u32* const done = round.counter(exits, round.parity);
       const u64 since = now_ns();
       while (load_relaxed(done) < num_ctas && now_ns() - since < 1000000000) {
       }
