@@ -21,7 +21,7 @@ from multiprocessing import connection
 from typing import Any, Final
 
 from a2a.comm.protocol import Comm
-from a2a.errors import A2AError, PeerLost, PeerTimeout, StateError, from_facts
+from a2a.errors import A2AError, PeerLost, PeerTimeout, StateError, Unsupported, from_facts
 
 _HEADER: Final = struct.Struct("<IBBHIQ")
 """body bytes, phase, context, attempt, epoch, round."""
@@ -158,7 +158,15 @@ class Mesh:
         return self._inbox.get((self._numbers[phase], context, attempt, self._epoch, round), {})
 
     def exchange_descriptors(self, descriptors: Sequence[int], *, timeout_s: float) -> dict[int, list[int]]:
-        """Collective: give every peer copies of `descriptors` (at most 16), get theirs; the caller closes them."""
+        """Collective: give every peer copies of `descriptors` (at most 16), get theirs; the caller closes them.
+
+        Raises:
+            Unsupported: the streams are TCP, which drops descriptors without a word.
+            PeerTimeout, PeerLost: a peer does not send its own.
+        """
+        if self.peers and self.family != "unix":
+            reason = "descriptors travel over unix sockets alone, between ranks of one network namespace"
+            raise Unsupported(transport=f"mesh over {self.family}", reasons=(reason,), rank=self.rank)
         frame = _HEADER.pack(0, _DESCRIPTORS, 0, 0, self._epoch, 0)
         for peer in self.peers:
             # A closed peer is found by the wait below, with the phase it was needed for.

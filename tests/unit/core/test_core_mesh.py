@@ -22,7 +22,7 @@ from ranks import Ranks
 import a2a.comm.mesh as mesh_module
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh, host_identity
-from a2a.errors import A2AError, ConfigError, PeerLost, PeerTimeout, StateError
+from a2a.errors import A2AError, ConfigError, PeerLost, PeerTimeout, StateError, Unsupported
 
 PHASES = ("one", "two")
 ENOUGH_S = 30.0
@@ -242,6 +242,16 @@ def test_descriptors_reach_every_peer_in_order_and_open() -> None:
             comm.barrier()
 
     in_threads(3, body)
+
+
+def test_descriptors_over_tcp_are_refused() -> None:
+    def body(comm: ThreadComm) -> None:
+        with opened(comm, family="tcp") as mesh:
+            with pytest.raises(Unsupported, match="unix sockets"):
+                mesh.exchange_descriptors([0], timeout_s=ENOUGH_S)
+            comm.barrier()
+
+    in_threads(2, body)
 
 
 def test_a_mesh_keeps_no_descriptor() -> None:
