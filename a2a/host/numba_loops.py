@@ -24,6 +24,12 @@ _KINDS: Final = {torch.bfloat16: _BF16, torch.float16: _FP16, torch.float32: _FP
 _BLOCK: Final = 2048
 """Columns summed at a time: their fp32 accumulators take 8 KiB of the first-level cache."""
 
+_LINE_BYTES: Final = 64
+_STREAMED_BYTES: Final = 16 << 20
+"""From here on rows are written past the caches: they would not stay there until the experts read them, and a line that
+is not read before it is written takes half the memory traffic. Measured: twice as fast at 100 MiB, equal at 14 MiB,
+half as fast at 1 MiB."""
+
 
 @intrinsic
 def _float_of(typingctx: Any, bits: Any) -> Any:
@@ -78,6 +84,41 @@ def _copy_bytes(typingctx: Any, to: Any, to_start: Any, source: Any, source_star
     return types.void(to, types.int64, source, types.int64, types.int64), generate
 
 
+@intrinsic
+def _stream_bytes(typingctx: Any, to: Any, to_start: Any, source: Any, source_start: Any, num_bytes: Any) -> Any:
+    """Like `_copy_bytes`, past the caches: a line is written without being read first.
+
+    The target and `num_bytes` are multiples of 64. Such stores are ordered by `_fence` alone.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        into = context.make_array(signature.args[0])(context, builder, args[0]).data
+        out_of = context.make_array(signature.args[2])(context, builder, args[2]).data
+        line = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8).as_pointer()
+        to_lines = builder.bitcast(builder.gep(into, [args[1]]), line)
+        from_lines = builder.bitcast(builder.gep(out_of, [args[3]]), line)
+        past_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        lines = builder.udiv(args[4], ir.Constant(ir.IntType(64), _LINE_BYTES))
+        with cgutils.for_range(builder, lines) as loop:
+            value = builder.load(builder.gep(from_lines, [loop.index]), align=1)
+            store = builder.store(value, builder.gep(to_lines, [loop.index]), align=_LINE_BYTES)
+            store.set_metadata("nontemporal", past_caches)
+        return context.get_dummy_value()
+
+    return types.void(to, types.int64, source, types.int64, types.int64), generate
+
+
+@intrinsic
+def _fence(typingctx: Any) -> Any:
+    """Orders the stores of `_stream_bytes` before everything after it, such as a doorbell."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @njit(inline="always")
 def _bf16_of(value: Any) -> Any:
     bits = _bits_of(value)
@@ -113,8 +154,18 @@ def _route(
 
 
 @njit(cache=True, nogil=True)
-def _write_rows(rows: Any, row_bytes: int, slots: Any, memory: Any, start: int, stride: int) -> None:
+def _write_rows(
+    rows: Any, row_bytes: int, slots: Any, memory: Any, start: int, stride: int, whole_lines: bool
+) -> None:
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
+    if whole_lines and (slots >= 0).sum() * row_bytes >= _STREAMED_BYTES:
+        for token in range(slots.shape[0]):
+            for rank in range(slots.shape[1]):
+                slot = slots[token, rank]
+                if slot >= 0:
+                    _stream_bytes(memory, start + rank * stride + slot * row_bytes, rows, token * row_bytes, row_bytes)
+        _fence()
+        return
     for token in range(slots.shape[0]):
         for rank in range(slots.shape[1]):
             slot = slots[token, rank]
@@ -236,7 +287,9 @@ class NumbaLoops(Loops):
         return slots
 
     def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
-        _write_rows(rows.view(-1).numpy(), rows.shape[1], slots.numpy(), memory.numpy(), start, stride)
+        row_bytes = rows.shape[1]
+        whole_lines = not (memory.data_ptr() + start | stride | row_bytes) % _LINE_BYTES
+        _write_rows(rows.view(-1).numpy(), row_bytes, slots.numpy(), memory.numpy(), start, stride, whole_lines)
 
     def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
         _fill_padded(area.numpy(), counts.numpy(), _NO_FLAGS if valid is None else valid.numpy(), value)

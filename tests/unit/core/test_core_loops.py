@@ -308,3 +308,25 @@ def without_numba(comm: Comm) -> str:
 
 def test_the_host_transport_works_without_numba(run_ranks: Ranks) -> None:
     assert set(run_ranks(without_numba, 3)) == {"TorchLoops"}
+
+
+@pytest.mark.parametrize("row_bytes", [1 << 16, (1 << 16) - 2])
+@pytest.mark.parametrize("shift", [0, 64, 10])
+def test_many_megabytes_arrive_like_few(row_bytes: int, shift: int) -> None:
+    """Enough to be written past the caches, from whole lines and from anything else."""
+    generator = torch.Generator().manual_seed(row_bytes + shift)
+    n, ep = 150, 3
+    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, generator=generator)
+    goes = torch.rand((n, ep), generator=generator) < 0.8
+    slots = torch.where(goes, goes.cumsum(0) - 1, -1).int()
+    assert int(goes.sum()) * row_bytes > 16 << 20
+    stride = n * row_bytes // 64 * 64 + 64
+    for loops in LOOPS.values():
+        raw = torch.zeros(shift + ep * stride + 64, dtype=torch.uint8)
+        memory = raw[-raw.data_ptr() % 64 :]
+        loops.write_rows(rows, slots, memory, shift, stride)
+        for rank in range(ep):
+            count = int(goes[:, rank].sum())
+            block = memory[shift + rank * stride :][: count * row_bytes].view(count, row_bytes)
+            assert torch.equal(block, rows[goes[:, rank]])
+            assert not memory[shift + rank * stride + count * row_bytes : shift + (rank + 1) * stride].any()
