@@ -480,6 +480,9 @@ def rank_main(command: str, task: Any, json: str | None, launcher: str) -> int:
     # The same for all implementations: the ranks of a machine share its cores.
     threads = max(1, len(os.sched_getaffinity(0)) // comm.Get_size())
     torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        # Ranks of a machine take its GPUs in turn.
+        torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())
     run = _bench_rank if command == "bench" else _check_rank
     return run(task, comm, json, launcher, threads)
 

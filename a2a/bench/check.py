@@ -202,13 +202,15 @@ def kill(asked: Check, comm: Comm, on_round: Callable[[], None]) -> None:
 
         if rank == asked.kill_rank:
             moe.on_point(end_here)
-        rows = torch.full((tokens, hidden), float(rank), dtype=torch.bfloat16)
+        device = moe.workspace.device
+        rows = torch.full((tokens, hidden), float(rank), dtype=torch.bfloat16, device=device)
         # Every token has picks on every rank it can, so every rank waits for every other.
-        ids = (torch.arange(tokens * top_k).view(tokens, top_k) * experts // top_k % experts).to(torch.int32)
-        weights = torch.ones(tokens, top_k)
+        ids = torch.arange(tokens * top_k, device=device).view(tokens, top_k) * experts // top_k % experts
+        ids, weights = ids.to(torch.int32), torch.ones(tokens, top_k, device=device)
         for _ in range(_KILL_ROUNDS):
             got = moe.dispatch_tokens(rows, ids, weights, runtime_max_tokens_per_rank=tokens)
-            moe.combine(got.hidden_states.clone(), tokens)
+            # On GPUs a round is over, for good or ill, when its sums can be read.
+            moe.combine(got.hidden_states.clone(), tokens).cpu()
             on_round()
         comm.barrier()
     raise ConfigError(
@@ -265,7 +267,7 @@ class _Round:
         if plan.poison:
             self._poison(moe)
         inputs = [self._input(rank) for rank in range(self._size)]
-        mine = inputs[self._rank]
+        mine = inputs[self._rank].on(moe.workspace.device)
         before = [each.clone() for each in (mine.ids, *mine.sent)]
         views, ids_payload = self._dispatch(context, mine)
         receipts = reference.dispatch(
@@ -292,6 +294,8 @@ class _Round:
         for name in ("dispatch", "combine"):
             region = moe.layout.region(name, self._plan.context)
             moe.workspace[self._rank, region.offset_bytes : region.end_bytes].fill_(_POISON)
+        if moe.workspace.is_cuda:
+            torch.cuda.synchronize()
         self._comm.barrier()
 
     def _input(self, rank: int) -> _Input:
@@ -367,7 +371,7 @@ class _Round:
         most = plan.runtime_max_tokens_per_rank
         hits = [reference.destinations(each.ids, moe.placement)[1] for each in inputs]
         payloads = [self._expert_rows(rank, hits) for rank in range(self._size)]
-        payload = payloads[self._rank]
+        payload = payloads[self._rank].to(moe.workspace.device)
         if plan.in_workspace:
             view = context.get_combine_payload_tensor_in_workspace(most, scenario.hidden_size, payload.dtype)
             payload = view.copy_(payload)
@@ -413,6 +417,13 @@ class _Input:
     sent: list[Tensor]
     wire: list[Tensor]
     stats: Tensor | None
+
+    def on(self, device: torch.device) -> _Input:
+        """The same with what is passed on another device; what must arrive stays where it is compared."""
+        if device.type == "cpu":
+            return self
+        sent = [self.ids.to(device) if each is self.ids else each.to(device) for each in self.sent]
+        return _Input(self.ids.to(device), sent, self.wire, None if self.stats is None else self.stats.to(device))
 
 
 def _scenario(seed: int, number: int, ep_size: int) -> Scenario:

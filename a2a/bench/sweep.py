@@ -38,7 +38,8 @@ from a2a.bench.peers.memcpy import Memcpy
 from a2a.bench.timing import PHASES, Figures, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
-from a2a.config import ModelPreset
+from a2a.config import ExchangeConfig, ModelPreset
+from a2a.transport import choose
 
 GPU_TRANSPORTS: Final = ("nvlink",)
 DEFAULT_ROUNDS_PER_GRAPH: Final = 20
@@ -149,13 +150,14 @@ def run(sweep: Sweep, comm: Comm, on_round: Callable[[], None]) -> list[Row]:
 
 
 def _device(sweep: Sweep, comm: Comm) -> torch.device:
-    """Where rows lie: on GPUs, which ranks take in turn, for the transports that move rows between GPUs."""
-    wants_gpus = sweep.transport in GPU_TRANSPORTS or (sweep.transport == "auto" and "graph" in sweep.modes)
-    if not wants_gpus or not torch.cuda.is_available():
+    """Where rows lie: on this rank's GPU for the transports that move rows between GPUs."""
+    if sweep.transport == "host" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", comm.Get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    any_config = ExchangeConfig(
+        ep_size=comm.Get_size(), max_num_tokens=1, top_k=1, num_experts=comm.Get_size(), hidden_size=1
+    )
+    chosen = choose(sweep.transport, any_config, comm).name
+    return torch.device("cuda", torch.cuda.current_device()) if chosen in GPU_TRANSPORTS else torch.device("cpu")
 
 
 def _run_case(
