@@ -598,7 +598,10 @@ class RoundContext:
             )
 
     def _check_in_workspace(self, blocks: Tensor) -> None:
-        region = self._region("combine")
+        # Through the cache of views: slicing a tensor costs as much as all other checks of a combine.
+        region = self._views.get("combine area")
+        if region is None:
+            region = self._remember("combine area", self._region("combine"))
         if blocks.data_ptr() != region.data_ptr():
             raise ShapeError(
                 what="payload with payload_in_workspace=True",

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
+import torch
+
 SCHEMA: Final = 1
 _GIT_TIMEOUT_S: Final = 5
 _VERSIONED: Final = ("torch", "numpy", "numba", "mpi4py", "rich")
@@ -40,8 +42,17 @@ def environment(ep_size: int, launcher: str, threads: int) -> dict[str, Any]:
         "ranks": ep_size,
         "threads_per_rank": threads,
         "launcher": launcher,
+        "gpus": _gpus(),
         **{name: installed(name) for name in _VERSIONED},
     }
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that this process sees, and the CUDA that torch was built for."""
+    if not torch.cuda.is_available():
+        return []
+    built = torch.version.cuda
+    return [f"{torch.cuda.get_device_name(index)}, CUDA {built}" for index in range(torch.cuda.device_count())]
 
 
 def installed(name: str) -> str | None:
