@@ -399,6 +399,13 @@ def _reasons_of_this_process() -> list[str]:
     elif torch.cuda.get_device_capability() < _MIN_CAPABILITY:
         major, minor = torch.cuda.get_device_capability()
         reasons.append(f"the GPU has compute capability {major}.{minor}, it needs 8.0")
+    if not missing:
+        from a2a.nvlink.compile import compiler_version
+
+        try:
+            compiler_version()
+        except CompileError as error:
+            reasons.append(f"{error.log}: install a2a[cu13] or a2a[cu12]")
     if not reasons:
         from a2a.nvlink.driver import attribute
 

@@ -68,6 +68,17 @@ print(TRANSPORT.reasons(CONFIG, Alone()))
     assert "a2a[cu13]" in done.stdout
 
 
+@needs_compiler
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from a2a.nvlink import compile as module
+
+    def absent() -> None:
+        raise RuntimeError("no libnvrtc")
+
+    monkeypatch.setattr(module.nvrtc, "nvrtcVersion", absent)
+    assert any("NVRTC cannot be loaded: no libnvrtc" in reason for reason in TRANSPORT.reasons(CONFIG, Alone()))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_auto_without_a_gpu_chooses_the_host() -> None:
     assert choose("auto", CONFIG, Alone()).name == "host"
