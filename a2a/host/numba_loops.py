@@ -22,8 +22,8 @@ _FP16: Final = 1
 _FP32: Final = 2
 _KINDS: Final = {torch.bfloat16: _BF16, torch.float16: _FP16, torch.float32: _FP32}
 _BLOCK: Final = 8192
-"""Columns summed at a time: their fp32 accumulators take 32 KiB of the first-level cache, and a row of the usual width is
-read in one go, as the hardware prefetches best."""
+"""Columns summed at a time: their fp32 accumulators take 32 KiB of the first-level cache, and a row of the usual width
+is read in one go, as the hardware prefetches best."""
 
 _LINE_BYTES: Final = 64
 _STREAMED_BYTES: Final = 8 << 20
