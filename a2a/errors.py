@@ -32,8 +32,9 @@ class A2AError(Exception):
         """One sentence: who, what, got, wanted, what to change."""
 
     def __str__(self) -> str:
-        told = f" (reported by rank {self.reporter})" if self.reporter is not None else ""
-        return self.story() + told
+        if self.reporter is None:
+            return self.story()
+        return f"{self.story().removeprefix(f'rank {self.reporter}: ')} (reported by rank {self.reporter})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own pickling replays positional arguments, which keyword-only fields do not have.
