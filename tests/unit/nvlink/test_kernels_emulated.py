@@ -280,6 +280,10 @@ def test_formats_are_made_on_the_way_bit_for_bit(modules: Modules, wire: str, re
         hidden.mul_(torch.exp2(torch.randint(-20, 20, hidden.shape).float()))
         if len(hidden) > 1:
             hidden[0, :128], hidden[1, 200], hidden[1, 300] = 0, float("nan"), float("-inf")
+        # Halfway between two codes, of e2m1 where the largest is 6, of e4m3 where it is 448.
+        hidden[:, 128:160] = (torch.arange(32) - 8) / 4
+        hidden[:, 128] = 6
+        hidden[:, 160:192] = 448 - 16 * torch.arange(32)
         ranks.play(round, segments=2)
 
 
