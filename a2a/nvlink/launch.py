@@ -71,7 +71,8 @@ class Kernel:
             kernel = checked(f"cuLibraryGetKernel({name})", cu.cuLibraryGetKernel(library._library, name.encode()))
             self._function = checked("cuKernelGetFunction", cu.cuKernelGetFunction(kernel))
             keys = cu.CUfunction_attribute
-            if shared_bytes > 48 << 10:
+            if shared_bytes:
+                # 48 KiB, a kernel's static memory included, is all that a launch gets without asking.
                 key = keys.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, key, shared_bytes))
             self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)

@@ -89,7 +89,7 @@ __device__ __forceinline__ bool scrub_rows(const DispatchParams& p, const Round&
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const __grid_constant__ DispatchParams p) {
   __shared__ u32 verdict;
-  __shared__ u32 bases[MAX_THREADS / 32 * EP_SIZE];
+  __shared__ Placing placings[MAX_THREADS / 32];
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, pushers = blockDim.x / 32 - 1;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
       publish_bits(p, round, active, word, word_ranks(p, active, word));
     bool fine = true;
     for (u32 word = self; fine && word < words; word += step) {
-      fine = write_tables(p, round, active, word, bases + warp * EP_SIZE);
+      fine = write_tables(p, round, active, word, placings[warp]);
       release_tables(round, reinterpret_cast<u32*>(mine + p.tables_ready_offset) + word);
     }
     // The first unit of a warp is its number; later ones are claimed one ahead, behind the copying of the last.

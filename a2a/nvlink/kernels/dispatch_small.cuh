@@ -53,7 +53,7 @@ __device__ __forceinline__ void send_part(const DispatchParams& p, const Round& 
 // What the grid's row 0 does. Words first: every receiver's copying waits for them. What a warp does besides is spread
 // from the last warp down, so that few do two things one after the other. `ranks`: of the warp's first word.
 __device__ __forceinline__ void route_and_count(const DispatchParams& p, const Round& round, const RankSet& active,
-                                                RankSet ranks, u32* bases) {
+                                                RankSet ranks, Placing& placing) {
   const u32 warps = blockDim.x / 32, warp = blockIdx.x * warps + threadIdx.x / 32, step = gridDim.x * warps;
   const u32 words = (p.runtime_max_tokens_per_rank + 31) / 32;
   for (u32 word = warp; word < words; word += step) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void route_and_count(const DispatchParams& p, const R
   if (warp == step - 1) send_headers(p, round, active, 0);
   send_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
   for (u32 word = warp; word < words; word += step)
-    if (!write_tables(p, round, active, word, bases + threadIdx.x / 32 * EP_SIZE)) return;
+    if (!write_tables(p, round, active, word, placing)) return;
   // Task 0 checks headers, 1.. count what came from each rank, the rest what went to each.
   for (u32 task = step - 1 - warp; task < 1 + 2 * EP_SIZE; task += step) {
     if (task == 0) check_headers(p, round, active);
@@ -142,7 +142,7 @@ constexpr u32 SMALL_MIN_CTAS = WIRE_FORMAT || RANK_MASK || RANK_WORDS > 1 ? 1 : 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, SMALL_MIN_CTAS)
     dispatch_small(const __grid_constant__ DispatchParams p) {
   __shared__ u32 verdict;
-  __shared__ u32 bases[MAX_THREADS / 32 * EP_SIZE];
+  __shared__ Placing placings[MAX_THREADS / 32];
 #if WIRE_FORMAT
   extern __shared__ u64 image[];
 #endif
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, SMALL_MIN_CTAS)
     return;
   }
   if (blockIdx.y == 0) {
-    route_and_count(p, round, active, ranks, bases);
+    route_and_count(p, round, active, ranks, placings[threadIdx.x / 32]);
   } else {
 #if WIRE_FORMAT
     for (u32 token = blockIdx.y - 1; token < p.num_tokens; token += gridDim.y - 1) {

@@ -182,19 +182,36 @@ __device__ __forceinline__ bool bits_before(const Round& round, const u64* words
   return __all_sync(ALL_LANES, fine);
 }
 
+// What a warp knows of 32 tokens while it gives them slots, in shared memory: per rank, how many earlier tokens go there
+// and which of these do.
+struct Placing {
+  u32 before[EP_SIZE], bits[EP_SIZE];
+};
+
 // Writes both tables for 32 tokens, one per lane. Slots: the token itself, or in compact order the number of earlier
 // tokens that go to the same rank. Waits only for warps of this launch.
 __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Round& round, const RankSet& active,
-                                             u32 word, u32* bases) {
+                                             u32 word, Placing& placing) {
   const u32 lane = threadIdx.x % 32, token = word * 32 + lane;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   bool fine = true;
   if (!ROW_ORDER_TOKEN) {
     for (u32 rank = 0; rank < EP_SIZE; ++rank) {
-      u32 base = 0;
-      if (!RANK_MASK || active.has(rank))
-        fine &= bits_before(round, sent_word(p, mine, rank, 0), word * 32, p.ep_rank, base);
-      if (lane == 0) bases[rank] = base;
+      u32 before = 0, here = 0;
+      if (!RANK_MASK || active.has(rank)) {
+        for (u32 other = lane; other <= word; other += 32) {
+          u32 bits = 0;
+          fine &= await_word(round, sent_word(p, mine, rank, other), SIGNAL_BITS, p.ep_rank, bits);
+          if (other == word) here = bits;
+          else before += __popc(bits);
+        }
+      }
+      before = __reduce_add_sync(ALL_LANES, before);
+      here = __reduce_or_sync(ALL_LANES, here);
+      if (lane == 0) {
+        placing.before[rank] = before;
+        placing.bits[rank] = here;
+      }
     }
     __syncwarp();
   }
@@ -210,11 +227,7 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
       if (first) {
         seen.add(rank);
         slot = token;
-        if (!ROW_ORDER_TOKEN) {
-          u32 bits = 0;
-          fine &= await_word(round, sent_word(p, mine, rank, word), SIGNAL_BITS, p.ep_rank, bits);
-          slot = bases[rank] + __popc(bits & ((1u << lane) - 1));
-        }
+        if (!ROW_ORDER_TOKEN) slot = placing.before[rank] + __popc(placing.bits[rank] & ((1u << lane) - 1));
       }
       targets[pick] = first ? rank : -1;
       slots[pick] = slot;
