@@ -87,18 +87,19 @@ __device__ __forceinline__ bool receive_row(const DispatchParams& p, const Round
     const bool inside = part < num_lines * 8;
     const u64* const from = landed + u64(part) * 2;
     u64 low = 0, high = 0;
-    // The line and the word that says whether there will be one are looked at together: neither waits for the other.
+    // The line and the word that says whether there will be one are looked at together: neither waits for the other, and a
+    // line that is here needs no word.
     Patience patience;
     while (active) {
       const u64 word = load_relaxed(words + token / 32);
       if (inside) load_line_part(from, low, high);
+      const u32 tag = u32(__shfl_sync(ALL_LANES, high, lane | 7) >> 32);
       const bool told = u32(word >> 32) == round.number;
-      hit = told && (word >> (token % 32) & 1);
-      const u64 tag = __shfl_sync(ALL_LANES, high, lane | 7);
-      const bool here = told && (!hit || !inside || u32(tag >> 32) == round.number);
-      if (__all_sync(ALL_LANES, here)) break;
+      hit = inside && tag == round.number;
+      const bool missing = told && !(word >> (token % 32) & 1);
+      if (__all_sync(ALL_LANES, hit || missing || !inside)) break;
       if (__any_sync(ALL_LANES, give_up(round, patience, told ? SIGNAL_ROW : SIGNAL_BITS, src_rank,
-                                        told ? u32(tag >> 32) : u32(word >> 32))))
+                                        told ? tag : u32(word >> 32))))
         return false;
     }
     if (!placed && !ROW_ORDER_TOKEN) {

@@ -129,17 +129,24 @@ __device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_n
   return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
 }
 
+// One loop per width, so that nothing stands between the loads of several picks.
+template <typename Id>
+__device__ __forceinline__ void add_ranks(const DispatchParams& p, const RankSet& active, const Id* ids, RankSet& ranks) {
+#pragma unroll 8
+  for (u32 pick = 0; pick < TOP_K; ++pick) {
+    const i32 rank = rank_of(p, active, ids[pick]);
+    if (rank >= 0) ranks.add(rank);
+  }
+}
+
 // The ranks of 32 tokens, one token per lane; none for tokens from num_tokens on.
 __device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word) {
   const u32 token = word * 32 + threadIdx.x % 32;
   RankSet ranks;
   ranks.clear();
   if (token < p.num_tokens) {
-#pragma unroll 8
-    for (u32 pick = 0; pick < TOP_K; ++pick) {
-      const i32 rank = pick_rank(p, active, token, pick);
-      if (rank >= 0) ranks.add(rank);
-    }
+    if (p.id_bytes == 8) add_ranks(p, active, reinterpret_cast<const i64*>(p.topk_ids) + u64(token) * TOP_K, ranks);
+    else add_ranks(p, active, reinterpret_cast<const i32*>(p.topk_ids) + u64(token) * TOP_K, ranks);
   }
   return ranks;
 }
