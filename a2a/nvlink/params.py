@@ -12,7 +12,7 @@ Memory
     round_state       2048                local words. u32 at byte 0: dispatch_round, the last round whose
                                           combine has run; 4: combine_round, the round whose dispatch has run;
                                           8: error, nonzero from the first failure until a reset. Each 128-byte
-                                          line from 1 on holds one counter.
+                                          line from 1 on holds one counter or time.
     dispatch_header   2*ep*32             by round parity and source: u64 (round << 32 | R), (round << 32 | digest),
                                           (round << 32 | CTAs that will raise a flag)
     combine_header    2*ep*32             the same for combine; R, digest of the row, CTAs that stage (0: none)

@@ -238,8 +238,7 @@ __device__ __forceinline__ void load_line_part(const u64* from, u64& low, u64& h
 // Publishes all that this CTA's threads wrote, wherever, before the barrier that must stand between them and this call.
 // Barrier: their stores happen before it returns here. Fence + relaxed store: a release pattern at system scope, and
 // fences are cumulative, so those stores happen before the flag is seen. Every CTA raises its own flag: a flag raised
-// by one CTA for others would need them to synchronise first. Partner: await_flag, or
-// await_releasing_word.
+// by one CTA for others would need them to synchronise first. Partners: await_flag, await_releasing_word.
 __device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
