@@ -478,8 +478,13 @@ def rank_main(command: str, task: Any, json: str | None, launcher: str) -> int:
         # The job is this command alone, and a rank of it may be killed.
         forget_names(comm)
     # The same for all implementations: the ranks of a machine share its cores.
-    threads = max(1, len(os.sched_getaffinity(0)) // comm.Get_size())
+    cores = sorted(os.sched_getaffinity(0))
+    threads = max(1, len(cores) // comm.Get_size())
     torch.set_num_threads(threads)
+    if command == "bench" and not torch.cuda.is_available():
+        # Ranks that wake each other are moved onto one core by the scheduler, and others then stand idle.
+        first = comm.Get_rank() * threads % len(cores)
+        os.sched_setaffinity(0, cores[first : first + threads])
     if torch.cuda.is_available():
         # Ranks of a machine take its GPUs in turn.
         torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())

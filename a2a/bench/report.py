@@ -41,6 +41,7 @@ def environment(ep_size: int, launcher: str, threads: int) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "ranks": ep_size,
         "threads_per_rank": threads,
+        "cores_of_rank_0": sorted(os.sched_getaffinity(0)),
         "launcher": launcher,
         "gpus": _gpus(),
         **{name: installed(name) for name in _VERSIONED},

@@ -6,13 +6,13 @@ how it is shown (report).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from a2a import reference
@@ -33,12 +33,13 @@ from a2a.bench.implementation import (
     tensor_difference,
 )
 from a2a.bench.peers import peer
-from a2a.bench.peers.gloo import gloo_group
 from a2a.bench.peers.memcpy import Memcpy
 from a2a.bench.timing import PHASES, Figures, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
+from a2a.comm.mesh import Mesh
 from a2a.config import ExchangeConfig, ModelPreset
+from a2a.env import Env
 from a2a.transport import choose
 
 GPU_TRANSPORTS: Final = ("nvlink",)
@@ -136,17 +137,23 @@ def run(sweep: Sweep, comm: Comm, on_round: Callable[[], None]) -> list[Row]:
         on_round: called after every counted round of this rank.
     """
     device = _device(sweep, comm)
-    group = gloo_group(comm)
+    timeout_s = Env.read().startup_timeout_s
+    numbers = itertools.count()
+    # Ranks that wait here sleep and are woken by the last one. A barrier that polls lets some ranks go late, by more
+    # than a small round takes, and every implementation's round would begin with that.
+    with contextlib.closing(Mesh(comm, ("barrier",), timeout_s=timeout_s)) as mesh:
 
-    def barrier() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier(group)
+        def barrier() -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            number = next(numbers)
+            mesh.signal("barrier", 0, number, timeout_s=timeout_s)
+            mesh.wait("barrier", 0, number, timeout_s=timeout_s)
 
-    rows: list[Row] = []
-    for case in sweep.cases(comm.Get_rank(), comm.Get_size(), device):
-        rows += _run_case(case, sweep, comm, barrier, on_round)
-    return rows
+        rows: list[Row] = []
+        for case in sweep.cases(comm.Get_rank(), comm.Get_size(), device):
+            rows += _run_case(case, sweep, comm, barrier, on_round)
+        return rows
 
 
 def _device(sweep: Sweep, comm: Comm) -> torch.device:
