@@ -27,7 +27,7 @@ _HEADER: Final = struct.Struct("<IBBHIQ")
 """body bytes, phase, context, attempt, epoch, round."""
 
 _HELLO: Final = struct.Struct("<I16s")
-_READ_BYTES: Final = 1 << 16
+_READ_BYTES: Final = 1 << 12
 _MAX_DESCRIPTORS: Final = 16
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS)
 
@@ -254,18 +254,18 @@ class Mesh:
         while True:
             if self.error is not None:
                 raise self.error
-            got = self._inbox.get(key, {})
-            missing = [peer for peer in wanted if peer not in got]
+            missing = self._missing(key, wanted)
+            if missing:
+                for peer in missing:
+                    self._read(peer)
+                missing = self._missing(key, missing)
+            if self.error is not None:
+                raise self.error
             if not missing:
                 with self._lock:
-                    self._inbox.pop(key, None)
+                    got = self._inbox.pop(key, {})
                     self._forget_older(key)
                 return got
-            for peer in missing:
-                self._read(peer)
-            missing = [peer for peer in wanted if peer not in self._inbox.get(key, ())]
-            if not missing or self.error is not None:
-                continue
             remaining = deadline - time.monotonic()
             for peer in missing:
                 if peer in self.lost:
@@ -286,6 +286,10 @@ class Mesh:
                 raise self.record(late)
             for fd, _ in self._polls[missing[-1]].poll(1000 * min(remaining, _GLANCE_S)) or self._epoll.poll(0):
                 self._read(self._ranks_by_fd[fd])
+
+    def _missing(self, key: tuple[int, int, int, int, int], wanted: Sequence[int]) -> Sequence[int]:
+        got = self._inbox.get(key)
+        return [peer for peer in wanted if peer not in got] if got else wanted
 
     def _forget_older(self, key: tuple[int, int, int, int, int]) -> None:
         # Signals of rounds that this rank gave up are never waited for: the inbox holds the rounds in flight alone.
@@ -355,7 +359,7 @@ class Mesh:
                     return
 
     def _take(self, peer: int, data: bytes) -> None:
-        buffer = self._partial[peer] + data
+        buffer = self._partial[peer] + data if self._partial[peer] else data
         at = 0
         while len(buffer) - at >= _HEADER.size:
             num_bytes, phase, context, attempt, epoch, round = _HEADER.unpack_from(buffer, at)

@@ -29,12 +29,12 @@ class Loops(abc.ABC):
         """Find every pick's rank and slot.
 
         Args:
-            ids: int32 or int64 `[n, k]` global expert ids; those outside `[0, E)` go nowhere.
+            ids: int32 or int64 `[n, k]`, contiguous, global expert ids; those outside `[0, E)` go nowhere.
             owners: int32 `[E]`, rank of each expert.
             active: uint8 `[ep]`, nonzero for ranks that take part; picks of others go nowhere.
             compact: slots count the tokens that have a pick at the rank; else a token's slot is its index.
-            targets: int32 `[n, k]`, written: the rank at the first pick there, else -1.
-            indices: int32 `[n, k]`, written: its slot, else -1.
+            targets: int32, contiguous; its first `n * k` become `[n, k]`: the rank at the first pick there, else -1.
+            indices: int32, likewise: its slot, else -1.
             counts: int32 `[ep]`, written: rows sent to each rank.
 
         Returns:
@@ -42,11 +42,14 @@ class Loops(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
+    def write_rows(
+        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
+    ) -> None:
         """Copy every row to its slot at every rank that it goes to.
 
         Args:
-            rows: uint8 `[n, row_bytes]`.
+            rows: `[n, *]` of any dtype, contiguous.
+            row_bytes: bytes of a row.
             slots: as `route` returns them.
             memory: uint8, all workspaces as one 1-D tensor.
             start: offset in `memory` of the block that this rank writes at rank 0, in bytes.

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -73,40 +73,46 @@ def _half_of(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _copy_bytes(typingctx: Any, to: Any, to_start: Any, source: Any, source_start: Any, num_bytes: Any) -> Any:
-    """memcpy between two 1-D uint8 arrays; a loop over slices is not recognised as one, since they might overlap."""
+def _pointer(typingctx: Any, address: Any) -> Any:
+    """The address as a pointer. Kernels get addresses, since an array made of every tensor slows small rounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        into = context.make_array(signature.args[0])(context, builder, args[0]).data
-        out_of = context.make_array(signature.args[2])(context, builder, args[2]).data
-        cgutils.raw_memcpy(builder, builder.gep(into, [args[1]]), builder.gep(out_of, [args[3]]), args[4], 1)
-        return context.get_dummy_value()
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
 
-    return types.void(to, types.int64, source, types.int64, types.int64), generate
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic
-def _stream_bytes(typingctx: Any, to: Any, to_start: Any, source: Any, source_start: Any, num_bytes: Any) -> Any:
+def _copy_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
+    """memcpy between two addresses; a loop over slices is not recognised as one, since they might overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to_bytes, from_bytes = (builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2])
+        cgutils.raw_memcpy(builder, to_bytes, from_bytes, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _stream_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """Like `_copy_bytes`, past the caches: a line is written without being read first.
 
     The target and `num_bytes` are multiples of 64. Such stores are ordered by `_fence` alone.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        into = context.make_array(signature.args[0])(context, builder, args[0]).data
-        out_of = context.make_array(signature.args[2])(context, builder, args[2]).data
         line = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8).as_pointer()
-        to_lines = builder.bitcast(builder.gep(into, [args[1]]), line)
-        from_lines = builder.bitcast(builder.gep(out_of, [args[3]]), line)
+        to_lines, from_lines = (builder.inttoptr(address, line) for address in args[:2])
         past_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        lines = builder.udiv(args[4], ir.Constant(ir.IntType(64), _LINE_BYTES))
+        lines = builder.udiv(args[2], ir.Constant(ir.IntType(64), _LINE_BYTES))
         with cgutils.for_range(builder, lines) as loop:
             value = builder.load(builder.gep(from_lines, [loop.index]), align=1)
             store = builder.store(value, builder.gep(to_lines, [loop.index]), align=_LINE_BYTES)
             store.set_metadata("nontemporal", past_caches)
         return context.get_dummy_value()
 
-    return types.void(to, types.int64, source, types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -131,15 +137,35 @@ def _bf16_of(value: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _route(
-    ids: Any, owners: Any, active: Any, compact: bool, slots: Any, counts: Any, targets: Any, indices: Any
+    ids_at: int,
+    wide_ids: bool,
+    num_tokens: int,
+    top_k: int,
+    owners_at: int,
+    num_experts: int,
+    active_at: int,
+    ep: int,
+    compact: bool,
+    slots_at: int,
+    counts_at: int,
+    targets_at: int,
+    indices_at: int,
 ) -> None:
+    narrow = carray(_pointer(ids_at), (num_tokens, top_k), np.int32)
+    wide = carray(_pointer(ids_at), (num_tokens, top_k), np.int64)
+    owners = carray(_pointer(owners_at), num_experts, np.int32)
+    active = carray(_pointer(active_at), ep, np.uint8)
+    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
+    counts = carray(_pointer(counts_at), ep, np.int32)
+    targets = carray(_pointer(targets_at), (num_tokens, top_k), np.int32)
+    indices = carray(_pointer(indices_at), (num_tokens, top_k), np.int32)
     slots[:] = -1
     counts[:] = 0
-    for token in range(ids.shape[0]):
-        for pick in range(ids.shape[1]):
-            expert = ids[token, pick]
+    for token in range(num_tokens):
+        for pick in range(top_k):
+            expert = wide[token, pick] if wide_ids else np.int64(narrow[token, pick])
             rank = -1
-            if 0 <= expert < owners.size:
+            if 0 <= expert < num_experts:
                 rank = owners[expert]
                 if active[rank] == 0:
                     rank = -1
@@ -156,57 +182,85 @@ def _route(
 
 @njit(cache=True, nogil=True)
 def _write_rows(
-    rows: Any, row_bytes: int, slots: Any, memory: Any, start: int, stride: int, whole_lines: bool
+    rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int
 ) -> None:
+    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
-    if whole_lines and (slots >= 0).sum() * row_bytes >= _STREAMED_BYTES:
-        for token in range(slots.shape[0]):
-            for rank in range(slots.shape[1]):
+    if (to | stride | row_bytes) % _LINE_BYTES == 0 and (slots >= 0).sum() * row_bytes >= _STREAMED_BYTES:
+        for token in range(num_tokens):
+            for rank in range(ep):
                 slot = slots[token, rank]
                 if slot >= 0:
-                    _stream_bytes(memory, start + rank * stride + slot * row_bytes, rows, token * row_bytes, row_bytes)
+                    _stream_bytes(to + rank * stride + slot * row_bytes, rows_at + token * row_bytes, row_bytes)
         _fence()
         return
-    for token in range(slots.shape[0]):
-        for rank in range(slots.shape[1]):
+    for token in range(num_tokens):
+        for rank in range(ep):
             slot = slots[token, rank]
             if slot >= 0:
-                _copy_bytes(memory, start + rank * stride + slot * row_bytes, rows, token * row_bytes, row_bytes)
+                _copy_bytes(to + rank * stride + slot * row_bytes, rows_at + token * row_bytes, row_bytes)
 
 
 @njit(cache=True, nogil=True)
-def _fill_padded(area: Any, counts: Any, valid: Any, value: int) -> None:
-    for block in range(area.shape[0]):
-        for row in range(area.shape[1]):
-            padded = row >= counts[block] if valid.size == 0 else valid[block, row] == 0
+def _fill_padded(
+    area_at: int,
+    item_bytes: int,
+    ep: int,
+    rows: int,
+    columns: int,
+    counts_at: int,
+    valid_at: int,
+    valid_stride: int,
+    value: int,
+) -> None:
+    elements = ep * rows * columns
+    bytes_ = carray(_pointer(area_at), elements, np.uint8)
+    words = carray(_pointer(area_at), elements, np.int32)
+    doubles = carray(_pointer(area_at), elements, np.int64)
+    counts = carray(_pointer(counts_at), ep, np.int32)
+    valid = carray(_pointer(valid_at), ep * valid_stride, np.uint8)
+    for block in range(ep):
+        for row in range(rows):
+            padded = row >= counts[block] if valid_at == 0 else valid[block * valid_stride + row] == 0
             if padded:
-                for column in range(area.shape[2]):
-                    area[block, row, column] = value
+                first = (block * rows + row) * columns
+                if item_bytes == 1:
+                    bytes_[first : first + columns] = value
+                elif item_bytes == 4:
+                    words[first : first + columns] = value
+                else:
+                    doubles[first : first + columns] = value
 
 
 @njit(cache=True, nogil=True)
 def _sum_rows(
-    halves: Any,
-    floats: Any,
+    memory_at: int,
     kind: int,
     start: int,
     stride: int,
-    slots: Any,
-    out_halves: Any,
-    out_floats: Any,
+    slots_at: int,
+    num_tokens: int,
+    ep: int,
+    width: int,
+    out_at: int,
     out_kind: int,
 ) -> None:
     """Sum each token's rows; see `Loops.sum_rows` for `start`, `stride` and `slots`.
 
     Args:
-        halves, floats: uint16 and float32 `[words]`, all workspaces; the one named by `kind` is read.
+        memory_at: address of all workspaces, whose rows are of `kind`.
         kind, out_kind: 0 bf16, 1 fp16, 2 fp32.
-        out_halves, out_floats: uint16 and float32 `[n * H']`; the one named by `out_kind` is written.
+        slots_at: address of the slots, int32 `[num_tokens, ep]`.
+        width: H'.
+        out_at: address of the output, `[num_tokens, width]` of `out_kind`.
     """
-    num_tokens, ep = slots.shape
-    if num_tokens == 0:
-        return
-    width = (out_floats.size if out_kind > _FP16 else out_halves.size) // num_tokens
+    # Each array ends where the last block may end: nothing indexes beyond what `slots` names.
+    words = start + ep * stride + num_tokens * width
+    halves = carray(_pointer(memory_at), words, np.uint16)
+    floats = carray(_pointer(memory_at), words, np.float32)
+    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
+    out_halves = carray(_pointer(out_at), num_tokens * width, np.uint16)
+    out_floats = carray(_pointer(out_at), num_tokens * width, np.float32)
     total = np.empty(_BLOCK, np.float32)
     for token in range(num_tokens):
         for first in range(0, width, _BLOCK):
@@ -244,24 +298,14 @@ def _sum_rows(
                     sums[column] = total[column]
 
 
-_NO_HALVES: Final = np.empty(0, np.uint16)
-_NO_FLOATS: Final = np.empty(0, np.float32)
-_NO_FLAGS: Final = np.empty((0, 0), np.uint8)
-
-
 class NumbaLoops(Loops):
     """See `Loops`. Building one compiles the kernels, or loads them, so that no round has to."""
 
     def __init__(self) -> None:
-        bytes_, row = torch.zeros(4, dtype=torch.uint8), torch.zeros((1, 4), dtype=torch.uint8)
-        one = torch.zeros((1, 1), dtype=torch.int32)
-        for ids in (one, one.long()):
-            slots = self.route(
-                ids, one[0], torch.ones(1, dtype=torch.uint8), True, one.clone(), one.clone(), one[0].clone()
-            )
-            self.fill_padded(ids[None].clone(), one[0], None, 0)
-        self.write_rows(row, slots, bytes_, 0, 0)
-        self.fill_padded(row[None].clone(), one[0], None, 0)
+        one, flags = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.uint8)
+        slots = self.route(one, one[0], flags, True, one.clone(), one.clone(), one[0].clone())
+        self.write_rows(one, 4, slots, torch.zeros(4, dtype=torch.uint8), 0, 0)
+        self.fill_padded(one[None].clone(), one[0], None, 0)
         self.sum_rows(torch.zeros(4), 0, 0, slots, torch.zeros((1, 4)))
 
     def route(
@@ -274,35 +318,50 @@ class NumbaLoops(Loops):
         indices: Tensor,
         counts: Tensor,
     ) -> Tensor:
-        slots = torch.empty((ids.shape[0], active.shape[0]), dtype=torch.int32)
+        (num_tokens, top_k), ep = ids.shape, active.shape[0]
+        slots = torch.empty((num_tokens, ep), dtype=torch.int32)
         _route(
-            ids.numpy(),
-            owners.numpy(),
-            active.numpy(),
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            num_tokens,
+            top_k,
+            owners.data_ptr(),
+            owners.shape[0],
+            active.data_ptr(),
+            ep,
             compact,
-            slots.numpy(),
-            counts.numpy(),
-            targets.numpy(),
-            indices.numpy(),
+            slots.data_ptr(),
+            counts.data_ptr(),
+            targets.data_ptr(),
+            indices.data_ptr(),
         )
         return slots
 
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
-        row_bytes = rows.shape[1]
-        whole_lines = not (memory.data_ptr() + start | stride | row_bytes) % _LINE_BYTES
-        _write_rows(rows.view(-1).numpy(), row_bytes, slots.numpy(), memory.numpy(), start, stride, whole_lines)
+    def write_rows(
+        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
+    ) -> None:
+        to = memory.data_ptr() + start
+        _write_rows(rows.data_ptr(), row_bytes, slots.data_ptr(), *slots.shape, to, stride)
 
     def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
-        _fill_padded(area.numpy(), counts.numpy(), _NO_FLAGS if valid is None else valid.numpy(), value)
+        valid_at, valid_stride = (0, 0) if valid is None else (valid.data_ptr(), valid.stride(0))
+        _fill_padded(
+            area.data_ptr(), area.dtype.itemsize, *area.shape, counts.data_ptr(), valid_at, valid_stride, value
+        )
 
     def sum_rows(self, words: Tensor, start: int, stride: int, slots: Tensor, output: Tensor) -> None:
         kind, out_kind = _KINDS[words.dtype], _KINDS[output.dtype]
-        _sum_rows(*_views(words), kind, start, stride, slots.numpy(), *_views(output), out_kind)
-
-
-def _views(tensor: Tensor) -> tuple[Any, Any]:
-    """The same memory as 16-bit words and as fp32; the one that does not fit the dtype is empty."""
-    flat = tensor.view(-1)
-    if tensor.dtype == torch.float32:
-        return _NO_HALVES, flat.numpy()
-    return flat.view(torch.uint16).numpy(), _NO_FLOATS
+        num_tokens, ep = slots.shape
+        width = output.shape[1]
+        _sum_rows(
+            words.data_ptr(),
+            kind,
+            start,
+            stride,
+            slots.data_ptr(),
+            num_tokens,
+            ep,
+            width,
+            output.data_ptr(),
+            out_kind,
+        )

@@ -42,13 +42,19 @@ class TorchLoops(Loops):
         order = torch.arange(k).expand(n, k)
         first = torch.full((n, ep + 1), k).scatter_reduce_(1, ranks, order, "amin").gather(1, ranks) == order
         first &= known
+        targets, indices = (each.view(-1)[: n * k].view(n, k) for each in (targets, indices))
         targets.copy_(torch.where(first, ranks, -1))
         indices.copy_(torch.where(first, torch.nn.functional.pad(slots, (0, 1), value=-1).gather(1, ranks), -1))
         counts.copy_(hits.sum(0))
         return slots.int()
 
-    def write_rows(self, rows: Tensor, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
-        num_tokens, row_bytes = rows.shape
+    def write_rows(
+        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
+    ) -> None:
+        num_tokens = rows.shape[0]
+        # No rows, or rows of one element, count as contiguous with any stride; a view of another element size does not
+        # accept that.
+        rows = rows.as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
         for rank in range(slots.shape[1]):
             places = slots[:, rank]
             tokens = (places >= 0).nonzero().flatten()

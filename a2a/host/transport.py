@@ -43,6 +43,10 @@ _DECLINED: Final = b"!"
 """First byte of a doorbell whose sender refused its own arguments; JSON never starts with it."""
 
 _PHASES: Final = {"dispatch": _ENTER, "combine": _READY}
+_SUMMED: Final = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_KEPT: Final = 64
+"""Doorbell texts and views that are kept for rounds like earlier ones."""
+
 _LOW_PRECISION_CHUNK: Final = 1 << 18
 """Elements dequantised at a time, so that they stay in the second-level cache."""
 
@@ -141,6 +145,8 @@ class HostTransport(Transport):
         self._all_active = torch.ones(config.ep_size, dtype=torch.uint8)
         self._slots: dict[int, Tensor] = {}
         self._entries: dict[object, bytes] = {}
+        self._areas: dict[object, Tensor] = {}
+        self._words = {dtype: self._memory.view(dtype) for dtype in _SUMMED}
         self._loops = fastest()
         self._tables = [
             _Tables.of(self.workspace, layout, context, self.rank) for context in range(config.num_contexts)
@@ -169,25 +175,30 @@ class HostTransport(Transport):
         most = call.runtime_max_tokens_per_rank
         for payload, rows in zip(call.payloads, sources, strict=True):
             block = payload.offset_bytes + self.rank * most * payload.row_bytes
-            self._loops.write_rows(rows, slots, self._memory, block, self._stride)
+            self._loops.write_rows(rows, payload.row_bytes, slots, self._memory, block, self._stride)
         self._at("dispatch.signal", round)
         mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
         self._at("dispatch.wait", round)
         mesh.wait(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
         self._scrub(call)
 
-    def _entry(self, call: DispatchCall, active: Sequence[int]) -> bytes:
+    def _entry(self, call: DispatchCall, active: tuple[int, ...]) -> bytes:
         widths = tuple(payload.row_bytes for payload in call.payloads)
-        key = (call.runtime_max_tokens_per_rank, widths, call.eplb_local_stats is not None, tuple(active))
-        entry = self._entries.get(key)
+        names = ("runtime_max_tokens_per_rank", "payload_row_bytes", "eplb_local_stats", "active_ranks")
+        return self._told(names, (call.runtime_max_tokens_per_rank, widths, call.eplb_local_stats is not None, active))
+
+    def _told(self, names: tuple[str, ...], values: tuple[Any, ...]) -> bytes:
+        """What a doorbell says; the last few are kept, since rounds repeat."""
+        entry = self._entries.get((names, values))
         if entry is None:
-            names = ("runtime_max_tokens_per_rank", "payload_row_bytes", "eplb_local_stats", "active_ranks")
-            self._entries.clear()
-            entry = self._entries[key] = json.dumps(dict(zip(names, key, strict=True))).encode()
+            if len(self._entries) >= _MAX_KEPT:
+                self._entries.clear()
+            facts = json.dumps(dict(zip(names, values, strict=True)))
+            entry = self._entries[names, values] = facts.encode()
         return entry
 
-    def _route(self, call: DispatchCall, active: Sequence[int]) -> Tensor:
-        (n, k), tables = call.topk_ids.shape, self._tables[call.context]
+    def _route(self, call: DispatchCall, active: tuple[int, ...]) -> Tensor:
+        tables = self._tables[call.context]
         takes_part = self._all_active
         if len(active) != self._config.ep_size:
             takes_part = torch.zeros_like(takes_part)
@@ -197,12 +208,12 @@ class HostTransport(Transport):
             self._placement.table,
             takes_part,
             self._config.row_order == "compact",
-            tables.targets[: n * k].view(n, k),
-            tables.indices[: n * k].view(n, k),
+            tables.targets,
+            tables.indices,
             tables.send_counts,
         )
 
-    def _write_tables(self, call: DispatchCall, slots: Tensor, active: Sequence[int]) -> None:
+    def _write_tables(self, call: DispatchCall, slots: Tensor, active: tuple[int, ...]) -> None:
         ep, tables = self._config.ep_size, self._tables[call.context]
         everywhere = len(active) == ep
         to: slice | Tensor = slice(None) if everywhere else torch.tensor(active)
@@ -221,16 +232,17 @@ class HostTransport(Transport):
                 tables.valid[silent] = 0
 
     def _scrub(self, call: DispatchCall) -> None:
-        most, ep, tables = call.runtime_max_tokens_per_rank, self._config.ep_size, self._tables[call.context]
+        most, tables = call.runtime_max_tokens_per_rank, self._tables[call.context]
         valid = None if tables.valid is None else tables.valid[:, :most]
         for index, payload in enumerate(call.payloads):
             is_ids = index == call.ids_payload
             if not is_ids and payload.fill_byte is None:
                 continue
-            area = self._block(self.rank, payload.offset_bytes, ep * most, payload.row_bytes).view(ep, most, -1)
+            dtype = torch.uint8
             if is_ids:
-                area = area.view(torch.int64 if payload.row_bytes > 4 * call.topk_ids.shape[1] else torch.int32)
+                dtype = torch.int64 if payload.row_bytes > 4 * call.topk_ids.shape[1] else torch.int32
             value = call.invalid_id if is_ids else payload.fill_byte or 0
+            area = self._area(payload.offset_bytes, most, payload.row_bytes, dtype)
             self._loops.fill_padded(area, tables.recv_counts, valid, value)
 
     # ---- combine ---------------------------------------------------------------------------------------------------
@@ -265,14 +277,10 @@ class HostTransport(Transport):
         if call.output_quantize is not None:
             _quantize_output(call, sums)
 
-    def _combine_entry(self, call: CombineCall, active: Sequence[int]) -> bytes:
-        facts = {
-            "payload_columns": call.payload.shape[2],
-            "payload_dtype": str(call.payload.dtype).removeprefix("torch."),
-            "use_low_precision": call.low_precision,
-            "active_ranks": list(active),
-        }
-        return json.dumps(facts).encode()
+    def _combine_entry(self, call: CombineCall, active: tuple[int, ...]) -> bytes:
+        names = ("payload_columns", "payload_dtype", "use_low_precision", "active_ranks")
+        dtype = str(call.payload.dtype).removeprefix("torch.")
+        return self._told(names, (call.payload.shape[2], dtype, call.low_precision, active))
 
     def _stage(self, call: CombineCall) -> None:
         """Bring the rows that peers will read into this rank's combine area, in their wire form."""
@@ -310,7 +318,7 @@ class HostTransport(Transport):
         size, width = call.payload.dtype.itemsize, call.payload.shape[2]
         block = call.runtime_max_tokens_per_rank * width
         start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
-        self._loops.sum_rows(self._memory.view(call.payload.dtype), start, self._stride // size, slots, sums)
+        self._loops.sum_rows(self._words[call.payload.dtype], start, self._stride // size, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         width = call.payload.shape[2]
@@ -379,6 +387,18 @@ class HostTransport(Transport):
 
     # ---- views -----------------------------------------------------------------------------------------------------
 
+    def _area(self, offset_bytes: int, most: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+        """`[ep, R, *]` of this rank's own blocks of a payload; the last few are kept, since rounds repeat."""
+        key = (offset_bytes, most, row_bytes, dtype)
+        area = self._areas.get(key)
+        if area is None:
+            if len(self._areas) >= _MAX_KEPT:
+                self._areas.clear()
+            ep = self._config.ep_size
+            raw = self._block(self.rank, offset_bytes, ep * most, row_bytes)
+            area = self._areas[key] = raw.view(ep, most, row_bytes).view(dtype)
+        return area
+
     def _block(self, rank: int, start_bytes: int, rows: int, row_bytes: int) -> Tensor:
         """uint8 `[rows, row_bytes]` in a rank's workspace."""
         return self.workspace[rank, start_bytes : start_bytes + rows * row_bytes].view(rows, row_bytes)
@@ -389,12 +409,12 @@ class HostTransport(Transport):
         start = self._layout.region("combine", call.context).offset_bytes
         return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
 
-    def _active_ranks(self, context: int) -> Sequence[int]:
+    def _active_ranks(self, context: int) -> tuple[int, ...]:
         mask = self._tables[context].mask
         if mask is None:
             return self._everyone
         words = mask.tolist()
-        return [rank for rank in self._everyone if words[rank // 64] >> (rank % 64) & 1]
+        return tuple(rank for rank in self._everyone if words[rank // 64] >> (rank % 64) & 1)
 
     def _set_active(self, ranks: Sequence[int]) -> None:
         words = [0] * -(-self._config.ep_size // 64)
@@ -406,20 +426,14 @@ class HostTransport(Transport):
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:
-    """Every payload as uint8 `[n, row_bytes]`, quantised where the call says so."""
+    """Every payload's rows as they travel, quantised where the call says so."""
     rows = [payload.rows for payload in call.payloads]
     if call.quantize is not None and rows[0] is not None:
         how = call.quantize
         rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
         if scales is not None:
             rows[1] = scales
-    # No rows, or rows of one element, count as contiguous with any stride; a view of another element size does not
-    # accept that.
-    return [
-        each.contiguous().as_strided(each.shape, (each.shape[1], 1)).view(torch.uint8)
-        for each in rows
-        if each is not None
-    ]
+    return [each.contiguous() for each in rows if each is not None]
 
 
 def _quantize_output(call: CombineCall, sums: Tensor) -> None:

@@ -116,7 +116,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
                 wanted[at : at + row_bytes] = rows[token]
     for name, loops in LOOPS.items():
         memory = before.clone()
-        loops.write_rows(rows, route.slots, memory, 5, stride)
+        loops.write_rows(rows, rows.shape[1], route.slots, memory, 5, stride)
         assert torch.equal(memory, wanted), name
 
 
@@ -283,7 +283,7 @@ def test_nothing_to_do(loops: Loops) -> None:
     route = routed(loops, none, Placement.contiguous(4, 2), [0, 1], True)
     assert route.counts.tolist() == [0, 0] and route.targets.shape == route.indices.shape == (0, 3)
     memory = torch.arange(8, dtype=torch.uint8)
-    loops.write_rows(torch.empty((0, 5), dtype=torch.uint8), route.slots, memory, 0, 4)
+    loops.write_rows(torch.empty((0, 5), dtype=torch.uint8), 5, route.slots, memory, 0, 4)
     assert memory.tolist() == list(range(8))
     assert summed(loops, torch.ones(2, 1, 4), route.slots, torch.float32).shape == (0, 4)
 
@@ -324,7 +324,7 @@ def test_many_megabytes_arrive_like_few(row_bytes: int, shift: int) -> None:
     for loops in LOOPS.values():
         raw = torch.zeros(shift + ep * stride + 64, dtype=torch.uint8)
         memory = raw[-raw.data_ptr() % 64 :]
-        loops.write_rows(rows, slots, memory, shift, stride)
+        loops.write_rows(rows, rows.shape[1], slots, memory, shift, stride)
         for rank in range(ep):
             count = int(goes[:, rank].sum())
             block = memory[shift + rank * stride :][: count * row_bytes].view(count, row_bytes)
