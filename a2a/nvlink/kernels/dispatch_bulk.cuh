@@ -166,6 +166,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
         const u32* const flags = reinterpret_cast<const u32*>(mine + p.dispatch_flags_offset) +
                                  u64(round.parity * EP_SIZE + rank) * MAX_CTAS;
         for (u32 i = lane; fine && i < num_flags; i += 32) fine = await_flag(round, flags + i, rank);
+        // Lanes give up one by one, but go on together.
+        fine = __all_sync(ALL_LANES, fine);
       }
     }
   }
