@@ -208,7 +208,7 @@ class Mesh:
 
         Args:
             timeout_s: budget for all peers to call it too.
-            absent: peers that do not take part if they are gone.
+            absent: peers that do not take part if they are gone, or go meanwhile.
         """
         with self._lock:
             self._epoch += 1
@@ -217,9 +217,7 @@ class Mesh:
         key = (_RESET, 0, 0, self._epoch, 0)
         for peer in self.peers:
             self._send(peer, _HEADER.pack(0, *key), key, timeout_s)
-        self.pump(0)
-        gone = self.lost & set(absent)
-        self._wait(key, [peer for peer in self.peers if peer not in gone], timeout_s)
+        self._wait(key, None, timeout_s, excused=frozenset(absent))
 
     def close(self) -> None:
         """Say goodbye to everyone and close all streams; idempotent, waits for nobody."""
@@ -247,7 +245,11 @@ class Mesh:
             self._release()
 
     def _wait(
-        self, key: tuple[int, int, int, int, int], peers: Iterable[int] | None, timeout_s: float
+        self,
+        key: tuple[int, int, int, int, int],
+        peers: Iterable[int] | None,
+        timeout_s: float,
+        excused: frozenset[int] = frozenset(),
     ) -> dict[int, bytes]:
         wanted = self.peers if peers is None else tuple(peers)
         deadline = time.monotonic() + timeout_s
@@ -259,6 +261,8 @@ class Mesh:
                 for peer in missing:
                     self._read(peer)
                 missing = self._missing(key, missing)
+                if excused:
+                    missing = [peer for peer in missing if peer not in excused or peer not in self.lost]
             if self.error is not None:
                 raise self.error
             if not missing:

@@ -710,3 +710,23 @@ def test_waiting_sleeps(run_ranks: Ranks) -> None:
     for rank, (waited, spent) in enumerate(results):
         if rank != 1:
             assert waited > 0.5 and spent < 0.2 * waited, f"rank {rank} spent {spent} s in a wait of {waited} s"
+
+
+def test_who_is_masked_out_may_go_while_the_others_reset() -> None:
+    """The end of a killed process shows late: its connections close after its memory is taken down."""
+
+    def body(comm: ThreadComm) -> None:
+        mesh = Mesh(comm, PHASES, timeout_s=ENOUGH_S)
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.2)
+            for sock in mesh._sockets.values():
+                sock.close()
+            mesh._closed = True
+            return
+        mesh.reset(timeout_s=ENOUGH_S, absent=[0])
+        assert mesh.lost == {0}
+        mesh.check()
+        mesh.close()
+
+    in_threads(3, body)
