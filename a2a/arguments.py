@@ -40,6 +40,7 @@ class Arguments:
         self.config = config
         self.device = device
         self.rank = rank
+        self._combine_bytes_per_token = config.combine_bytes_per_token
         self.unit_scale = torch.ones((), dtype=torch.float32, device=device)
 
     def topk_ids(self, ids: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ class Arguments:
 
     def check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
         """A combine row fits the workspace."""
-        most = self.config.combine_bytes_per_token
+        most = self._combine_bytes_per_token
         if not 0 <= wire_bytes <= most:
             raise ShapeError(
                 what="combine payload",

@@ -87,6 +87,7 @@ class WorkspaceLayout:
         self.regions: tuple[Region, ...] = tuple(regions)
         self.num_bytes = offset
         self._by_key = {(region.name, region.context): region for region in regions}
+        self._dispatch_bytes_per_token = config.dispatch_bytes_per_token
 
     def region(self, name: str, context: int = 0) -> Region:
         """The region of that name in a context; `KeyError` if there is none."""
@@ -101,14 +102,14 @@ class WorkspaceLayout:
         Raises:
             ShapeError: more payloads or wider rows than the workspace was built for.
         """
-        config = self.config
+        config, most = self.config, self._dispatch_bytes_per_token
         if not 1 <= len(row_bytes) <= MAX_PAYLOADS:
             raise ShapeError(what="input_payloads", got=f"{len(row_bytes)} payloads", wanted=f"1 to {MAX_PAYLOADS}")
-        if sum(row_bytes) > config.dispatch_bytes_per_token:
+        if sum(row_bytes) > most:
             raise ShapeError(
                 what="input_payloads",
                 got=f"rows of {list(row_bytes)} bytes, {sum(row_bytes)} per token",
-                wanted=f"at most the {config.dispatch_bytes_per_token} bytes per token the workspace was built for",
+                wanted=f"at most the {most} bytes per token the workspace was built for",
                 change="raise extra_payload_bytes_per_token or the dispatch sizes at construction",
             )
         offset = self.region("dispatch", context).offset_bytes

@@ -217,7 +217,10 @@ class HostTransport(Transport):
         ep, tables = self._config.ep_size, self._tables[call.context]
         everywhere = len(active) == ep
         to: slice | Tensor = slice(None) if everywhere else torch.tensor(active)
-        tables.counts_there[to] = tables.send_counts[to]
+        if everywhere:
+            tables.counts_there.copy_(tables.send_counts)
+        else:
+            tables.counts_there[to] = tables.send_counts[to]
         if call.eplb_local_stats is not None and tables.statistics_there is not None:
             tables.statistics_there[to] = call.eplb_local_stats
         if tables.valid_there is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from a2a.bench.byte_count import destinations
 from a2a.bench.implementation import Case, Experts, Implementation, Received
 from a2a.bench.peers.gloo import backend_of, rows_group
-from a2a.bench.peers.sorted_rows import PackedRows
+from a2a.bench.peers.sorted_rows import Payloads
 from a2a.comm import Comm
 
 # Newer torch releases give these collectives another name and warn about the old one.
@@ -32,10 +32,10 @@ class AllGatherReduceScatter(Implementation):
         self._case = case
         self._group = rows_group(comm, case.device)
         rows = case.ep_size * case.max_tokens
-        self._mine = PackedRows(case, case.max_tokens)
+        self._mine = Payloads(case, case.max_tokens)
         # Slots past this rank's tokens must pick nothing on any rank.
         self._mine.topk_ids.fill_(-1)
-        self._all = PackedRows(case, rows)
+        self._all = Payloads(case, rows)
         self._contributions = torch.zeros(rows, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self._sums = torch.zeros(case.max_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self._rows = torch.zeros(0)
@@ -55,7 +55,8 @@ class AllGatherReduceScatter(Implementation):
             mine.scales[:count] = scales
         mine.topk_ids[:count] = case.topk_ids
         mine.topk_weights[:count] = case.topk_weights
-        _all_gather(self._all.bytes, mine.bytes, group=self._group)
+        for everyone, own in zip(self._all.bytes, mine.bytes, strict=True):
+            _all_gather(everyone, own, group=self._group)
 
     def received(self) -> Received:
         hit = self._hit()

@@ -21,7 +21,7 @@ from a2a.errors import Unsupported
 
 
 class MpiAllToAllv(Implementation):
-    """One Alltoall of counts and one Alltoallv of packed rows out, one Alltoallv back."""
+    """One Alltoall of counts and an Alltoallv of each payload out, one Alltoallv back."""
 
     name: ClassVar[str] = "mpi"
     about: ClassVar[str] = "mpi4py: sort by rank, Alltoallv both ways, index_add"
@@ -54,7 +54,8 @@ class MpiAllToAllv(Implementation):
         self._send_counts.copy_(torch.tensor(rows.send_counts))
         self._comm.Alltoall(self._send_counts.numpy(), self._recv_counts.numpy())
         rows.recv_counts = self._recv_counts.tolist()
-        self._exchange(rows.arrived.bytes, rows.recv_counts, rows.send.bytes, rows.send_counts)
+        for arrived, sent in zip(rows.arrived.bytes, rows.send.bytes, strict=True):
+            self._exchange(arrived, rows.recv_counts, sent, rows.send_counts)
 
     def received(self) -> Received:
         return self._rows.received()

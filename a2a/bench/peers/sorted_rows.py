@@ -1,7 +1,8 @@
-"""sorted_rows: rows sorted by destination rank and packed for one variable all-to-all.
+"""sorted_rows: payloads sorted by destination rank for variable all-to-alls.
 
-Owns what every peer built on a collective all-to-all does before and after it: deduplication by rank, sorting, packing
-row, scales, ids and weights side by side, and the sum of what comes back. Refuses to know which library moves bytes.
+Owns what every peer built on a collective all-to-all does before and after it: deduplication by rank, sorting, and the
+sum of what comes back. Each payload (rows, scales, ids, weights) arrives in a contiguous tensor, as a2a's do and as an
+expert kernel takes it, so each is exchanged by itself. Refuses to know which library moves bytes.
 """
 
 from __future__ import annotations
@@ -12,40 +13,34 @@ from torch import Tensor
 from a2a.bench.byte_count import pair_counts
 from a2a.bench.implementation import Case, Experts, Received
 
-_PACK_ALIGNMENT = 16
 
-
-class PackedRows:
-    """Byte rows `[capacity, row_bytes]` with typed views of their parts.
+class Payloads:
+    """Contiguous payloads of `capacity` rows.
 
     Attributes:
-        bytes: uint8 `[capacity, row_bytes]`.
-        data, scales, topk_ids, topk_weights: views of the parts; scales is None for formats without.
+        data, scales, topk_ids, topk_weights: `[capacity, *]`; scales is None for formats without.
+        bytes: all of them as uint8 `[capacity, row_bytes]`.
     """
 
     def __init__(self, case: Case, capacity: int) -> None:
-        form = case.wire_format
-        data_bytes = form.data_bytes_per_token(case.hidden_size, case.mx_alignment)
-        scale_bytes = form.scale_bytes_per_token(case.hidden_size, case.mx_alignment)
-        ids_start = -(-(data_bytes + scale_bytes) // 4) * 4
-        row_bytes = -(-(ids_start + 8 * case.top_k) // _PACK_ALIGNMENT) * _PACK_ALIGNMENT
-        self.bytes = torch.zeros(capacity, row_bytes, dtype=torch.uint8, device=case.device)
-        self.data = self._part(0, data_bytes, form.data_dtype)
-        self.scales = None if form.scales_dtype is None else self._part(data_bytes, scale_bytes, form.scales_dtype)
-        self.topk_ids = self._part(ids_start, 4 * case.top_k, torch.int32)
-        self.topk_weights = self._part(ids_start + 4 * case.top_k, 4 * case.top_k, torch.float32)
+        form, shape = case.wire_format, (case.hidden_size, case.mx_alignment)
 
-    def _part(self, start: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        typed = self.bytes.view(dtype)
-        size = dtype.itemsize
-        return typed[:, start // size : (start + num_bytes) // size]
+        def rows(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(capacity, width, dtype=dtype, device=case.device)
+
+        self.data = rows(form.data_width(*shape), form.data_dtype)
+        self.scales = None if form.scales_dtype is None else rows(form.scales_width(*shape), form.scales_dtype)
+        self.topk_ids = rows(case.top_k, torch.int32)
+        self.topk_weights = rows(case.top_k, torch.float32)
+        parts = (self.data, self.scales, self.topk_ids, self.topk_weights)
+        self.bytes = [part.view(torch.uint8) for part in parts if part is not None]
 
 
 class SortedRows:
     """Buffers and steps around a variable all-to-all; nothing is allocated for rows during a round.
 
     Attributes:
-        send, arrived: packed rows of dispatch, outgoing and incoming.
+        send, arrived: payloads of dispatch, outgoing and incoming.
         expert_rows: `[capacity, H]`, what experts return for the arrived rows, in their order.
         returned: `[capacity, H]`, what comes back for the sent rows, in their order.
         send_counts, recv_counts: rows to and from each rank in this round.
@@ -55,8 +50,8 @@ class SortedRows:
         self.case = case
         counts = pair_counts(case.workload.topk_ids, case.placement)
         sent, arriving = int(counts[case.ep_rank].sum()), int(counts[:, case.ep_rank].sum())
-        self.send = PackedRows(case, sent)
-        self.arrived = PackedRows(case, arriving)
+        self.send = Payloads(case, sent)
+        self.arrived = Payloads(case, arriving)
         self.expert_rows = torch.zeros(arriving, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self.returned = torch.zeros(sent, case.hidden_size, dtype=case.row_dtype, device=case.device)
         self.output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
@@ -70,7 +65,7 @@ class SortedRows:
         self._token_of_row = torch.zeros(0, dtype=torch.int64)
 
     def pack(self) -> None:
-        """Sort this rank's tokens by destination and write them side by side into `send`."""
+        """Sort this rank's tokens by destination into `send`."""
         case = self.case
         # Any id outside the table, negative ones included, is mapped to the entry past its end.
         ids = case.topk_ids.long()

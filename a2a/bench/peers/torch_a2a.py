@@ -18,7 +18,7 @@ from a2a.comm import Comm
 
 
 class TorchAllToAll(Implementation):
-    """Two collectives out (counts, rows) and one back."""
+    """One collective for the counts and one for each payload out, one back."""
 
     name: ClassVar[str] = "torch-a2a"
     about: ClassVar[str] = "torch.distributed: sort by rank, all_to_all_single both ways, index_add, gloo or NCCL"
@@ -45,7 +45,8 @@ class TorchAllToAll(Implementation):
         self._send_counts.copy_(torch.tensor(rows.send_counts))
         dist.all_to_all_single(self._recv_counts, self._send_counts, group=self._group)
         rows.recv_counts = self._recv_counts.tolist()
-        self._exchange(rows.arrived.bytes, rows.recv_counts, rows.send.bytes, rows.send_counts)
+        for arrived, sent in zip(rows.arrived.bytes, rows.send.bytes, strict=True):
+            self._exchange(arrived, rows.recv_counts, sent, rows.send_counts)
 
     def received(self) -> Received:
         return self._rows.received()
