@@ -38,7 +38,7 @@ def environment(ep_size: int, launcher: str, threads: int) -> dict[str, Any]:
         "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "ranks": ep_size,
         "threads_per_rank": threads,
         "cores_of_rank_0": sorted(os.sched_getaffinity(0)),

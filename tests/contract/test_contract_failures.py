@@ -58,9 +58,9 @@ def slow(comm: Comm, point: str) -> str:
     rank, case = comm.Get_rank(), Case(ep_size=comm.Get_size())
     with a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport="host") as moe:
         play(moe, draw(case, 0))
-        moe.timeout_s = 0.5
+        moe.timeout_s = 1.0
         if rank == 1:
-            moe.on_point(lambda at, number: time.sleep(1.5 if (at, number) == (point, 2) else 0))
+            moe.on_point(lambda at, number: time.sleep(3 if (at, number) == (point, 2) else 0))
         with pytest.raises(A2AError) as caught:
             for number in range(1, 3):
                 play(moe, draw(case, number))
@@ -73,7 +73,7 @@ def slow(comm: Comm, point: str) -> str:
             play(moe, draw(case, 10 + number))
         if rank != 1:
             error = caught.value
-            assert isinstance(error, PeerTimeout) and error.peer == 1 and error.waited_s == 0.5, error
+            assert isinstance(error, PeerTimeout) and error.peer == 1 and error.waited_s == 1.0, error
             assert (error.phase, error.round) == MISSED[point], error
         return str(caught.value)
 
