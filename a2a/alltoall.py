@@ -886,8 +886,9 @@ class MoeAlltoAll(RoundContext):
         Sizes never shrink. If anything grows, the workspace is a new one: old views are dead, rounds start over.
 
         Args:
-            **sizes: names and values as in the constructor. Capacities (`max_num_tokens`, `top_k`, `hidden_size`, the
-                byte sizes, `eplb_stats_num_experts`, `num_contexts`) grow; other values must be those of the object.
+            **sizes: fields of `config`, named and valued as in the constructor. Capacities (`max_num_tokens`, `top_k`,
+                `hidden_size`, the byte sizes, `eplb_stats_num_experts`, `num_contexts`) grow; other values must be
+                those of the object.
 
         Returns:
             Whether the workspace was replaced.
@@ -912,7 +913,7 @@ class MoeAlltoAll(RoundContext):
         if larger == config:
             return False
         # A grown shape may be one that the transport cannot carry: ask before the old memory goes.
-        self._choice = choose(self._choice.name, larger, self._comm)
+        choose(self._choice.name, larger, self._comm)
         shared = self._shared
         built = self._build(larger, shared.startup_timeout_s, shared.timeout_s)
         built.transport.hook = shared.transport.hook

@@ -195,6 +195,7 @@ class Arguments:
                     wanted=f"one float32 on {self.device}",
                     rank=self.rank,
                 )
+        self.check_layout("scale_layout", scale_layout)
         one_byte_scales = wire.scales_dtype is not None and wire.scales_dtype.itemsize == 1
         if scale_layout is not ScaleLayout.LINEAR and not one_byte_scales:
             raise ConfigError(
@@ -264,6 +265,12 @@ class Arguments:
             )
         return width
 
+    def check_layout(self, what: str, layout: object) -> None:
+        """One of the scale layouts themselves, not its name."""
+        if not isinstance(layout, ScaleLayout):
+            allowed = ", ".join(f"ScaleLayout.{each.name}" for each in ScaleLayout)
+            raise ConfigError(what=what, got=layout, wanted=f"one of {allowed}", rank=self.rank)
+
     def check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
         """A combine row fits the workspace."""
         most = self._combine_bytes_per_token
@@ -287,6 +294,7 @@ class Arguments:
             and payload.device == self.device
             and payload.dim() in (2, 3)
             and tuple(payload.shape[:-1]) in ((ep, most), (ep * most,))
+            and payload.shape[-1] >= 1
         )
         if not fits:
             raise ShapeError(
@@ -297,7 +305,9 @@ class Arguments:
                 + f" on {self.device}",
                 rank=self.rank,
             )
-        return payload.view(ep, most, payload.shape[-1])
+        # Rows of one element count as contiguous with any stride; a view of another element size does not accept that.
+        width = payload.shape[-1]
+        return payload.as_strided((ep, most, width), (most * width, width, 1))
 
 
     def output(
@@ -310,6 +320,15 @@ class Arguments:
         low_precision: bool,
     ) -> tuple[Quantize | None, int, torch.dtype]:
         """How the output is made, its columns and its dtype."""
+        self.check_layout("sf_layout", sf_layout)
+        scalar = output_scalar_scale
+        if not (isinstance(scalar, int | float) or (isinstance(scalar, Tensor) and scalar.numel() == 1)):
+            raise ShapeError(
+                what="output_scalar_scale",
+                got=describe(scalar),
+                wanted="a number, or a tensor of one element",
+                rank=self.rank,
+            )
         width = blocks.shape[2]
         dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
         packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)

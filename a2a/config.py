@@ -23,6 +23,9 @@ ABI_VERSION: Final = 1
 MAX_EP_SIZE: Final = 256
 MAX_TOP_K: Final = 64
 MAX_PAYLOADS: Final = 8
+MAX_CONTEXTS: Final = 256
+"""A doorbell names its context in one byte."""
+
 ROW_ORDERS: Final = ("compact", "token")
 SCRUBS: Final = ("ids", "all", None)
 ELEMENT_SIZES: Final = (0, 1, 2, 4)
@@ -56,7 +59,7 @@ class ExchangeConfig:
         scrub: "ids", "all" or None.
         eplb_stats_num_experts: length of the statistics vector gathered with a round; 0 for none.
         enable_rank_mask: whether ranks may be masked out.
-        num_contexts: independent rounds in flight, >= 1.
+        num_contexts: independent rounds in flight, 1..256.
 
     Raises:
         ConfigError: naming the value and the rule.
@@ -96,7 +99,7 @@ class ExchangeConfig:
         _one_of("scrub", self.scrub, SCRUBS)
         _in_range("eplb_stats_num_experts", self.eplb_stats_num_experts, 0, None)
         _one_of("enable_rank_mask", self.enable_rank_mask, (True, False))
-        _in_range("num_contexts", self.num_contexts, 1, None)
+        _in_range("num_contexts", self.num_contexts, 1, MAX_CONTEXTS)
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(what="name", got=self.name, wanted="a non-empty string")
         if self.wire_format is None and self.dispatch_dtype_bytes_per_elem == 0 and self.hidden_size % 2:

@@ -38,6 +38,7 @@ _DESCRIPTORS: Final = 3
 _FIRST_PHASE: Final = 4
 
 _RETRY_S: Final = 0.005
+_SHARED_GLANCE_S: Final = 0.001
 _GLANCE_S: Final = 0.05
 """Longest sleep on one peer's stream before the others' are looked at for an announced error."""
 
@@ -288,7 +289,13 @@ class Mesh:
                     rank=self.rank, peer=missing[0], phase=self._names[key[0]], round=key[4], waited_s=timeout_s
                 )
                 raise self.record(late)
-            for fd, _ in self._polls[missing[-1]].poll(1000 * min(remaining, _GLANCE_S)) or self._epoll.poll(0):
+            try:
+                events = self._polls[missing[-1]].poll(1000 * min(remaining, _GLANCE_S))
+            except RuntimeError:
+                # A poll set serves one thread at a time, and another waits for the same peer: look at all, briefly,
+                # since it may be that thread that takes in this one's signal.
+                events = self._epoll.poll(min(remaining, _SHARED_GLANCE_S))
+            for fd, _ in events or self._epoll.poll(0):
                 self._read(self._ranks_by_fd[fd])
 
     def _missing(self, key: tuple[int, int, int, int, int], wanted: Sequence[int]) -> Sequence[int]:

@@ -86,13 +86,15 @@ def shared_workspaces(num_bytes: int, mesh: Mesh, *, timeout_s: float) -> Tensor
 
 
 def _memory_file(num_bytes: int) -> int:
-    descriptor = os.memfd_create("a2a", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = -1
     try:
+        descriptor = os.memfd_create("a2a", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, num_bytes)
         # A file that cannot shrink cannot take a page from under a peer that reads it.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise Unsupported(
             transport="host", reasons=(f"a memory file of {num_bytes} bytes is refused: {error.strerror}",)
         ) from None

@@ -28,7 +28,7 @@ from torch import Tensor
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
-from a2a.errors import MismatchError, from_facts
+from a2a.errors import A2AError, MismatchError, from_facts
 from a2a.host.loops import fastest
 from a2a.host.memory import shared_workspaces
 from a2a.layout import WorkspaceLayout, combine_row_bytes
@@ -138,7 +138,14 @@ class HostTransport(Transport):
         self._placement = placement
         self.rank = comm.Get_rank()
         self._mesh = Mesh(comm, (_ENTER, _DONE, _READY), timeout_s=timeout_s)
-        self.workspace = shared_workspaces(layout.num_bytes, self._mesh, timeout_s=timeout_s)
+        problem: A2AError | None = None
+        try:
+            self.workspace = shared_workspaces(layout.num_bytes, self._mesh, timeout_s=timeout_s)
+        except A2AError as error:
+            # Peers that wait for this rank's memory learn of it at once, and all meet again below.
+            self._mesh.close()
+            problem = error
+        _agree_on(comm, self._mesh, problem)
         self._everyone = tuple(range(config.ep_size))
         self._stride = self.workspace.stride(0)
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
@@ -255,13 +262,19 @@ class HostTransport(Transport):
         active = self._active_ranks(context)
         peers = [rank for rank in active if rank != self.rank]
         self._at("combine.stage", round)
-        self._stage(call)
-        self._at("combine.signal", round)
-        entry = self._combine_entry(call, active)
-        mesh.signal(_READY, context, round, entry, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
-        self._at("combine.wait", round)
-        heard = mesh.wait(_READY, context, round, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
-        self._compare(_READY, entry, heard)
+        replaced = self._stage(call)
+        try:
+            self._at("combine.signal", round)
+            entry = self._combine_entry(call, active)
+            mesh.signal(_READY, context, round, entry, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
+            self._at("combine.wait", round)
+            heard = mesh.wait(_READY, context, round, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
+            self._compare(_READY, entry, heard)
+        except A2AError:
+            # A refused combine may be called again with the same view: it finds its rows as they were.
+            for rows, original in replaced:
+                rows.copy_(original)
+            raise
         self._at("combine.sum", round)
         slots = self._slots[context]
         if len(active) != self._config.ep_size:
@@ -285,10 +298,14 @@ class HostTransport(Transport):
         dtype = str(call.payload.dtype).removeprefix("torch.")
         return self._told(names, (call.payload.shape[2], dtype, call.low_precision, active))
 
-    def _stage(self, call: CombineCall) -> None:
-        """Bring the rows that peers will read into this rank's combine area, in their wire form."""
+    def _stage(self, call: CombineCall) -> list[tuple[Tensor, Tensor]]:
+        """Bring the rows that peers will read into this rank's combine area, in their wire form.
+
+        Returns:
+            (rows, original) of the caller's own rows in the area that their wire form has replaced.
+        """
         if call.payload_in_workspace and not call.low_precision:
-            return
+            return []
         width = call.payload.shape[2]
         row_bytes = combine_row_bytes(width, call.payload.dtype, call.low_precision)
         area = self._combine_rows(call, self.rank, row_bytes)
@@ -297,15 +314,20 @@ class HostTransport(Transport):
             if not call.payload_in_workspace:
                 for source, rows in self._rows_of_tokens(call):
                     area[source, :rows].copy_(call.payload[source, :rows].view(torch.uint8))
-            return
+            return []
         # All rows are read before one is written: the payload may lie in the area itself, at another pitch.
         made = [
             (source, rows, *quantize_blocks(call.payload[source, :rows], LOW_PRECISION_BLOCK))
             for source, rows in self._rows_of_tokens(call)
         ]
+        replaced = []
+        if call.payload_in_workspace:
+            mine = [call.payload[source, :rows] for source, rows, _, _ in made]
+            replaced = [(rows, rows.clone()) for rows in mine]
         for source, rows, data, scales in made:
             area[source, :rows, :width] = data.view(torch.uint8)
             area[source, :rows, row_bytes - 4 * scales.shape[1] :] = scales.contiguous().view(torch.uint8)
+        return replaced
 
     def _rows_of_tokens(self, call: CombineCall) -> list[tuple[int, int]]:
         """(source, rows) of every block that has any: rows up to its last token's, beyond which nobody reads."""
@@ -365,6 +387,11 @@ class HostTransport(Transport):
 
     def close(self) -> None:
         self._mesh.close()
+        # What is left of the memory belongs to the views that a caller still holds.
+        for kept in (self._areas, self._slots, self._tables, self._words):
+            kept.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8)
 
     def _compare(self, phase: str, mine: bytes, heard: Mapping[int, bytes]) -> None:
         """Raise, on every rank alike, if any rank declined or says anything else than this one."""
@@ -426,6 +453,17 @@ class HostTransport(Transport):
         for tables in self._tables:
             if tables.mask is not None:
                 tables.mask.copy_(torch.tensor(words, dtype=torch.uint64))
+
+
+def _agree_on(comm: Comm, mesh: Mesh, problem: A2AError | None) -> None:
+    """Raise on every rank if any has a problem: its own, else the first of the others. Collective."""
+    answers = comm.allgather(None if problem is None else problem.to_facts())
+    if problem is not None:
+        raise problem
+    for rank, facts in enumerate(answers):
+        if facts is not None:
+            mesh.close()
+            raise from_facts(facts, reporter=rank)
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:

@@ -13,7 +13,7 @@ import a2a
 from a2a import ScaleLayout, reference
 from a2a.comm import Comm
 from a2a.config import LOW_PRECISION_BLOCK
-from a2a.errors import ShapeError
+from a2a.errors import ConfigError, ShapeError
 from a2a.quant import WIRE_FORMATS, swizzle_scales, wire_format
 from a2a.reference import RankInput
 
@@ -123,6 +123,9 @@ def narrower(comm: Comm, transport: str, name: str) -> None:
         scales = [] if got.scales is None else [got.scales]
         assert_receipt(wanted, [got.hidden_states, *scales, got.topk_ids, got.topk_weights])
         moe.combine(torch.zeros(ep, MOST, hidden, dtype=torch.bfloat16, device=device), MOST)
+        if got.scales is not None:
+            with pytest.raises(ConfigError, match="ScaleLayout"):
+                moe.dispatch_tokens(rows, ids, weights, runtime_max_tokens_per_rank=MOST, scale_layout="linear")
         for width in (0, built + 128):
             bad = torch.zeros(rows.shape[0], width, dtype=rows.dtype, device=device)
             with pytest.raises(ShapeError, match="hidden_states"):

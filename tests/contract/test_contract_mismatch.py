@@ -74,6 +74,7 @@ def refused_on_one(comm: Comm, transport: str, arguments: dict[str, Any]) -> str
         {"placement": [0, 1, 2, 4, 0, 1, 2, 3]},
         {"placement": [0, 1]},
         {"max_num_tokens": True},
+        {"num_contexts": 257},
     ],
 )
 def test_mismatch_of_a_refused_value(run_ranks: Ranks, transport: str, arguments: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ def bad_on_one(comm: Comm, transport: str, what: str) -> str:
                 moe.dispatch(*(bad_dispatch[what] if odd else (ids, [rows, ids], 4)))
         views = moe.dispatch(ids, [rows, ids], 4)
         payload = views[0].clone()
+        scales = torch.empty((1, 2), dtype=torch.uint8, device=device)
         bad_combine: dict[str, Any] = {
             "payload dtype": (payload.int(), 4),
             "payload shape": (payload[:, :3].contiguous(), 4),
@@ -183,6 +185,9 @@ def bad_on_one(comm: Comm, transport: str, what: str) -> str:
             "output dtype": (payload, 4, False, torch.int32),
             "output scales": (payload, 4, False, torch.float8_e4m3fn),
             "scale for bf16": (payload, 4, False, None, None, 2.0),
+            "layout by name": (payload, 4, False, torch.float8_e4m3fn, scales, 1.0, "linear"),
+            "two scalar scales": (payload, 4, False, torch.uint8, scales.view(torch.float8_e4m3fn), torch.ones(2)),
+            "no columns": (payload[..., :0].contiguous(), 4),
             "output shape": {"output": torch.empty(2, 32, dtype=torch.bfloat16, device=device)},
             "output kind": {"output": torch.empty(1, 32, dtype=torch.float16, device=device)},
             "output stride": {"output": torch.empty(32, 1, dtype=torch.bfloat16, device=device).t()[:, ::2]},
@@ -200,6 +205,47 @@ def bad_on_one(comm: Comm, transport: str, what: str) -> str:
         error: A2AError = caught.value
         assert error.reporter == (None if odd else 1), error
         return f"{type(error).__name__}: {error.story()}"
+
+
+def low_precision_retried(comm: Comm, transport: str) -> None:
+    """A refused combine leaves the rows that it had made ready to travel as the experts wrote them."""
+    rank, ep = comm.Get_rank(), comm.Get_size()
+    with a2a.MoeAlltoAll(**{**BUILT, "hidden_size": 256}, comm=comm, transport=transport) as moe:
+        device = moe.workspace.device
+        ids = torch.tensor([[0, 7], [3, 5]], dtype=torch.int32, device=device)
+        moe.dispatch(ids, [ids], 2)
+        view = moe.get_combine_payload_tensor_in_workspace(2, 256, torch.bfloat16)
+        written = torch.randn((ep, 2, 256), generator=torch.Generator().manual_seed(rank)).bfloat16()
+        view.copy_(written)
+        with pytest.raises(MismatchError, match="use_low_precision"):
+            moe.combine(view, 2, payload_in_workspace=True, use_low_precision=rank != 1)
+        received = moe.recv_counts.tolist()
+        for source in range(ep):
+            got, wanted = view[source, : received[source]].cpu(), written[source, : received[source]]
+            assert torch.equal(got, wanted), source
+        moe.combine(view, 2, payload_in_workspace=True)
+
+
+def test_mismatch_of_precision_loses_no_row(run_ranks: Ranks, waiting_transport: str) -> None:
+    run_ranks(low_precision_retried, 3, waiting_transport)
+
+
+def strided_column(comm: Comm, transport: str) -> None:
+    """One column counts as contiguous whatever its stride: it is an ordinary payload."""
+    ep = comm.Get_size()
+    # Room for the e4m3 wire, whose scales take more than such a row.
+    built = {**BUILT, "hidden_size": 1, "combine_dtype_bytes_per_elem": 1}
+    with a2a.MoeAlltoAll(**built, comm=comm, transport=transport) as moe:
+        device = moe.workspace.device
+        ids = torch.tensor([[0, 7]], dtype=torch.int32, device=device)
+        for low_precision in (False, True):
+            moe.dispatch(ids, [ids], 4)
+            column = torch.ones((1, ep * 4), dtype=torch.bfloat16, device=device).t()
+            assert moe.combine(column, 4, use_low_precision=low_precision).eq(2).all()
+
+
+def test_one_column_of_any_stride(run_ranks: Ranks, transport: str) -> None:
+    run_ranks(strided_column, 3, transport)
 
 
 DISPATCH_FAULTS = (
@@ -230,6 +276,9 @@ COMBINE_FAULTS = (
     "output dtype",
     "output scales",
     "scale for bf16",
+    "layout by name",
+    "two scalar scales",
+    "no columns",
     "output shape",
     "output kind",
     "output stride",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -128,6 +129,24 @@ def _most(drawn: Any) -> int:
 
 def test_two_objects_and_two_contexts_do_not_meet(run_ranks: Ranks) -> None:
     run_ranks(interleaved, None, "host")
+
+
+def in_two_threads(comm: Comm) -> None:
+    """A thread per context, as two micro-batches have: both wait for the same peers at the same time."""
+    case = Case(ep_size=comm.Get_size(), num_experts=9)
+    with a2a.MoeAlltoAll(**case.constructor(), num_contexts=2, comm=comm, transport="host") as moe:
+
+        def rounds(index: int) -> None:
+            for number in range(60):
+                play(moe.contexts[index], draw(case, 100 * number + index), poison=False)
+
+        with ThreadPoolExecutor(2) as threads:
+            for each in [threads.submit(rounds, index) for index in range(2)]:
+                each.result()
+
+
+def test_contexts_in_threads_of_their_own(run_ranks: Ranks) -> None:
+    run_ranks(in_two_threads, 3)
 
 
 def subgroups(comm: Comm, transport: str) -> None:

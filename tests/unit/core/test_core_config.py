@@ -73,6 +73,7 @@ BEYOND = [
     ("eplb_stats_num_experts", {"eplb_stats_num_experts": -1}),
     ("enable_rank_mask", {"enable_rank_mask": 1}),
     ("num_contexts", {"num_contexts": 0}),
+    ("num_contexts", {"num_contexts": 257}),
     ("name", {"name": ""}),
     ("name", {"name": 3}),
     ("placement", {"placement": (0,) * 7}),
