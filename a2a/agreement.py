@@ -13,8 +13,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from a2a.comm import Comm
+from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
-from a2a.errors import A2AError, ConfigError, MismatchError, from_facts
+from a2a.errors import A2AError, ConfigError, MismatchError
 from a2a.placement import Placement
 
 Placeable = Placement | Sequence[int] | Tensor
@@ -58,17 +59,6 @@ def union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
         # Checks the value by itself before it is compared.
         changes[name] = max(held, getattr(dataclasses.replace(config, **{name: value}), name))
     return dataclasses.replace(config, **changes)
-
-
-def gather(comm: Comm, mine: Any, problem: A2AError | None) -> list[Any]:
-    """Every rank's value, or every rank raises: its own problem if it has one, else the first problem of another."""
-    answers = comm.allgather((mine, None if problem is None else problem.to_facts()))
-    if problem is not None:
-        raise problem
-    for rank, (_, facts) in enumerate(answers):
-        if facts is not None:
-            raise from_facts(facts, reporter=rank)
-    return [value for value, _ in answers]
 
 
 def agree(

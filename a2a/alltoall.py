@@ -21,13 +21,13 @@ from a2a.agreement import (
     agree,
     capacities,
     check_budget,
-    gather,
     is_budget,
     placement_table,
     union,
 )
 from a2a.arguments import Arguments, describe
 from a2a.comm import resolve
+from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
 from a2a.env import Env
 from a2a.errors import A2AError, ConfigError, ShapeError, StateError

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from a2a.comm import Comm
+from a2a.comm.consent import gather
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
 from a2a.errors import A2AError, MismatchError, from_facts
@@ -145,7 +146,11 @@ class HostTransport(Transport):
             # Peers that wait for this rank's memory learn of it at once, and all meet again below.
             self._mesh.close()
             problem = error
-        _agree_on(comm, self._mesh, problem)
+        try:
+            gather(comm, None, problem)
+        except A2AError:
+            self._mesh.close()
+            raise
         self._everyone = tuple(range(config.ep_size))
         self._stride = self.workspace.stride(0)
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
@@ -453,17 +458,6 @@ class HostTransport(Transport):
         for tables in self._tables:
             if tables.mask is not None:
                 tables.mask.copy_(torch.tensor(words, dtype=torch.uint64))
-
-
-def _agree_on(comm: Comm, mesh: Mesh, problem: A2AError | None) -> None:
-    """Raise on every rank if any has a problem: its own, else the first of the others. Collective."""
-    answers = comm.allgather(None if problem is None else problem.to_facts())
-    if problem is not None:
-        raise problem
-    for rank, facts in enumerate(answers):
-        if facts is not None:
-            mesh.close()
-            raise from_facts(facts, reporter=rank)
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:

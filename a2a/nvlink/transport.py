@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from a2a.comm import Comm
+from a2a.comm.consent import gather
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import ExchangeConfig
 from a2a.errors import A2AError, CompileError, MismatchError, PeerLost, PeerTimeout, Unsupported, from_facts
@@ -121,11 +122,7 @@ class NvlinkTransport(Transport):
             self._set_all_active()
         except (CompileError, Unsupported) as error:
             problem = error
-        for rank, facts in enumerate(comm.allgather(None if problem is None else problem.to_facts())):
-            if problem is not None:
-                raise problem
-            if facts is not None:
-                raise from_facts(facts, reporter=rank)
+        gather(comm, None, problem)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_listen, args=(self._mesh, self._stop, weakref.ref(self)), name="a2a-nvlink", daemon=True
