@@ -5,6 +5,7 @@ The named points are those of the host transport; its protocol is the one the ot
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from ranks import Ranks
 
 import a2a
 from a2a.comm import Comm
-from a2a.errors import A2AError, PeerLost, PeerTimeout, StateError
+from a2a.errors import A2AError, PeerLost, PeerTimeout, StateError, Unsupported
 from a2a.host.transport import HostTransport
 
 POINTS = HostTransport.POINTS
@@ -267,3 +268,24 @@ def many_on_two_cores(comm: Comm) -> None:
 
 def test_sixteen_ranks_share_few_cores(run_ranks: Ranks) -> None:
     run_ranks(many_on_two_cores, 16)
+
+
+def refused_memory(comm: Comm) -> str:
+    """The kernel refuses one rank its memory: every rank raises, and the group can build again."""
+    case = Case(ep_size=comm.Get_size())
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.Get_rank() == 1:
+
+            def refuse(*_: object) -> int:
+                raise OSError(errno.ENOMEM, "planted")
+
+            patch.setattr(os, "memfd_create", refuse)
+        with pytest.raises((Unsupported, PeerLost)) as caught:
+            a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport="host")
+    with a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport="host") as moe:
+        play(moe, draw(case, 1))
+    return type(caught.value).__name__
+
+
+def test_memory_refused_to_one_rank_is_an_error_on_all(run_ranks: Ranks) -> None:
+    assert run_ranks(refused_memory, 3)[1] == "Unsupported"
