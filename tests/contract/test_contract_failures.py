@@ -125,8 +125,11 @@ def leaving(comm: Comm) -> None:
     if rank == 0:
         moe.close()
         comm.barrier()
+        comm.barrier()
         return
     moe.check()
+    # What rank 1 is about to record is announced to all: rank 2 looks before that.
+    comm.barrier()
     if rank == 1:
         # Only who needs a signal beyond a goodbye is told.
         with pytest.raises(PeerLost) as caught:
