@@ -45,7 +45,7 @@ Kernels, one module per phase; entry points
     low_precision_bytes_per_token, or plain e4m3 rows, row_pitch apart.
 
 Launch rules
-    block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS.
+    block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS; small launches that do not quantise: MAX_SMALL_THREADS.
     small dispatch: grid (c, 1 + y, 1): row 0 of the grid routes and counts, rows 1.. walk the tokens 0..R-1.
         c * x / 8 should cover the lines of a row (`lines(image_bytes(...))`), y = R; any c, y >= 1 is right.
         With a quantising wire format c must be 1 and dynamic shared memory `image_bytes(...)`, rounded up to 16.
@@ -78,6 +78,8 @@ MAX_CTAS: Final = 512
 """CTAs of a bulk launch; each has a flag of its own at every receiver."""
 MAX_THREADS: Final = 512
 """Threads of a CTA: at most 128 registers each."""
+MAX_SMALL_THREADS: Final = 384
+"""Threads of a CTA of the small regime where nothing is quantised: two fit at once with 80 registers each."""
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120
 """What a line carries beside its 8-byte tag."""
@@ -219,7 +221,7 @@ def device_source() -> str:
     lines = [
         "using u8 = unsigned char; using u16 = unsigned short; using u32 = unsigned int; using i32 = int;",
         "using u64 = unsigned long long; using i64 = long long;",
-        f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS};",
+        f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_SMALL_THREADS = {MAX_SMALL_THREADS};",
         f"constexpr u32 LINE_BYTES = {LINE_BYTES}, LINE_DATA_BYTES = {LINE_DATA_BYTES}, HEADER_BYTES = {HEADER_BYTES};",
     ]
     for struct in STRUCTS:

@@ -91,7 +91,7 @@ __device__ __forceinline__ void sum_two(const CombineParams& p, const HeldRows& 
       float sums[COUNT] = {};
       add_vec<TYPE>(sums, a[i]);
       add_vec<TYPE>(sums, b[i]);
-      store_sums<COUNT>(out, byte / size_of(TYPE), p.row_elements, sums, p.output_type);
+      store_sums<TYPE, COUNT>(out, byte / size_of(TYPE), p.row_elements, sums, p.output_type);
     }
   }
 }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void sum_many(const CombineParams& p, const HeldRows&
 #pragma unroll
     for (u32 i = 0; i < BATCH; ++i) {
       const u32 byte = at + (i * 32 + threadIdx.x % 32) * 16;
-      if (byte < end) store_sums<COUNT>(out, byte / size_of(TYPE), p.row_elements, sums + i * COUNT, p.output_type);
+      if (byte < end) store_sums<TYPE, COUNT>(out, byte / size_of(TYPE), p.row_elements, sums + i * COUNT, p.output_type);
     }
   }
 }
@@ -130,12 +130,13 @@ __device__ __forceinline__ void sum_narrow(const CombineParams& p, const HeldRow
   for (u32 first = begin; first < end; first += 32 * SIZE) {
     const u32 byte = first + threadIdx.x % 32 * SIZE;
     float sum = 0.0f;
+#pragma unroll 1
     for (u32 row = 0; row < rows.count; ++row) {
       const u8* const from = rows[row] + byte;
       if (byte >= end) continue;
       sum += to_float<TYPE>(SIZE == 4 ? *reinterpret_cast<const u32*>(from) : *reinterpret_cast<const u16*>(from));
     }
-    if (byte < end) store_sums<1>(out, byte / SIZE, p.row_elements, &sum, p.output_type);
+    if (byte < end) store_sums<TYPE, 1>(out, byte / SIZE, p.row_elements, &sum, p.output_type);
   }
 }
 

@@ -25,16 +25,16 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
   for (u32 rank = threadIdx.x % 32; rank < EP_SIZE; rank += 32) {
     if (!active.has(rank)) continue;
     u64* const header = combine_header(p, rank, round.parity, p.ep_rank);
-    publish_word(header + 0, round.number, p.runtime_max_tokens_per_rank);
-    publish_word(header + 1, round.number, p.digest);
-    publish_word(header + 2, round.number, num_flags);
+    publish_word(round, header + 0, p.runtime_max_tokens_per_rank);
+    publish_word(round, header + 1, p.digest);
+    publish_word(round, header + 2, num_flags);
   }
 }
 
 // One lane per rank waits for its header and compares; lanes of one warp may call it with ranks of their own.
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
-  u32 tokens = 0, digest = 0;
+  u32 tokens = p.runtime_max_tokens_per_rank, digest = p.digest;
   if (!await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest)) return false;
   if (!await_releasing_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
   if (tokens != p.runtime_max_tokens_per_rank) {
@@ -53,8 +53,11 @@ struct RowValidity {
   u64 words[2];
   i32 count;
 
-  __device__ __forceinline__ void load(const CombineParams& p, u32 src_rank, u32 row) {
+  __device__ __forceinline__ void load(const CombineParams& p, u32 src_rank, u32 row, bool real = true) {
     const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
+    count = 0;
+    words[0] = words[1] = 0;
+    if (!real) return;
     if (!ROW_ORDER_TOKEN) {
       count = reinterpret_cast<const i32*>(mine + p.recv_counts_offset)[src_rank];
       return;
@@ -78,14 +81,18 @@ struct Holders {
   i32 ranks[(TOP_K + 31) / 32];
   i32 slots[(TOP_K + 31) / 32];
 
-  __device__ __forceinline__ void load(const CombineParams& p, u32 token) {
+  // Not `real`: one holder that is not this rank, see `rehearsal`.
+  __device__ __forceinline__ void load(const CombineParams& p, u32 token, bool real = true) {
     const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
       const u32 pick = i * 32 + threadIdx.x % 32;
       const u64 at = u64(token) * TOP_K + pick;
-      ranks[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_target_ranks_offset)[at] : -1;
-      slots[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at] : -1;
+      ranks[i] = real || pick ? -1 : i32((p.ep_rank + 1) % EP_SIZE);
+      slots[i] = ranks[i];
+      if (pick >= TOP_K || !real) continue;
+      ranks[i] = reinterpret_cast<const i32*>(mine + p.topk_target_ranks_offset)[at];
+      slots[i] = reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at];
     }
   }
 
@@ -114,7 +121,7 @@ struct Holders {
 };
 
 // What a void round leaves: not a number, everywhere.
-__device__ __forceinline__ void void_combine(const CombineParams& p, u64 thread, u64 step) {
+__device__ __noinline__ void void_combine(const CombineParams& p, u64 thread, u64 step) {
   const u64 count = u64(p.num_tokens) * p.row_elements;
   for (u64 i = thread; i < count; i += step) {
     if (p.output_type == TYPE_FP32) reinterpret_cast<u32*>(p.output)[i] = 0x7fffffff;

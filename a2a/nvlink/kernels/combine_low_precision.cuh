@@ -37,6 +37,6 @@ __device__ __forceinline__ void sum_e4m3_unit(const CombineParams& p, u32 unit) 
       for (u32 i = 0; i < COUNT; ++i)
         sums[i] = __fadd_rn(sums[i], __fmul_rn(e4m3_decode(bits >> 8 * i & 0xff), scale));
     }
-    if (first < end) store_sums<COUNT>(out, first, p.row_elements, sums, p.output_type);
+    if (first < end) store_sums<TYPE_BF16, COUNT>(out, first, p.row_elements, sums, p.output_type);
   }
 }

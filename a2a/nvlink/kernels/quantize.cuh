@@ -35,6 +35,12 @@ __device__ __forceinline__ u32 wire_elements(const DispatchParams& p) {
   return p.payload_bytes[DATA_PAYLOAD] * 8 / Format::ELEMENT_BITS;
 }
 
+__device__ __noinline__ float load_element(const u8* from, u32 index, u32 type) {
+  if (type == TYPE_FP32) return reinterpret_cast<const float*>(from)[index];
+  const u32 bits = reinterpret_cast<const u16*>(from)[index];
+  return type == TYPE_BF16 ? to_float<TYPE_BF16>(bits) : to_float<TYPE_FP16>(bits);
+}
+
 // 16 elements from `first` on as fp32, zero beyond the row.
 __device__ __forceinline__ void load_group(const DispatchParams& p, u32 token, u32 first, float* values) {
   const u32 size = size_of(p.input_type);
@@ -59,13 +65,8 @@ __device__ __forceinline__ void load_group(const DispatchParams& p, u32 token, u
     return;
   }
 #pragma unroll
-  for (u32 i = 0; i < GROUP; ++i) {
-    values[i] = 0.0f;
-    if (first + i >= p.hidden_size) continue;
-    if (p.input_type == TYPE_FP32) values[i] = reinterpret_cast<const float*>(from)[i];
-    else if (p.input_type == TYPE_BF16) values[i] = to_float<TYPE_BF16>(reinterpret_cast<const u16*>(from)[i]);
-    else values[i] = to_float<TYPE_FP16>(reinterpret_cast<const u16*>(from)[i]);
-  }
+  for (u32 i = 0; i < GROUP; ++i)
+    values[i] = first + i < p.hidden_size ? load_element(from, i, p.input_type) : 0.0f;
 }
 
 // Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. Returns the
@@ -95,6 +96,7 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
   const u32 others_at = scales_at + ((p.payload_bytes[SCALES_PAYLOAD] + 7) & ~7u);
   const float global_scale = global_scale_of(p);
   u8* const bytes = reinterpret_cast<u8*>(image);
+#pragma unroll 1
   for (u32 group = threadIdx.x; group - lane < groups; group += blockDim.x) {
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
@@ -109,12 +111,11 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
     if (Format::SCALE_BYTES == 4) *reinterpret_cast<u32*>(to) = scale;
     else *to = u8(scale);
   }
+#pragma unroll 1
   for (u32 at = others_at + threadIdx.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
-    u32 within;
-    const u32 payload = payload_at(p, at, within);
-    const u32 row_bytes = p.payload_bytes[payload];
-    const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
-    image[at / 8] = load_piece(row, row_bytes, within);
+    Piece piece;
+    piece.locate(p, at);
+    image[at / 8] = piece.load(token);
   }
 }
 

@@ -34,48 +34,50 @@ struct RankSet {
 };
 
 // Ranks that take part. A device word says so, because it may change under a captured graph.
-__device__ __forceinline__ RankSet active_ranks(const u8* rank_mask) {
+__device__ __forceinline__ RankSet active_ranks(const u8* rank_mask, bool real = true) {
   RankSet active;
 #pragma unroll
   for (u32 i = 0; i < RANK_WORDS; ++i)
-    active.words[i] = RANK_MASK ? load_relaxed(reinterpret_cast<const u32*>(rank_mask) + i) : ALL_LANES;
+    active.words[i] = RANK_MASK && real ? load_relaxed(reinterpret_cast<const u32*>(rank_mask) + i) : ALL_LANES;
   return active;
 }
 
-// The rank of an expert, -1 for an id outside [0, NUM_EXPERTS).
-__device__ __forceinline__ i32 owner(i64 id, const i32* placement) {
-  if (id < 0 || id >= NUM_EXPERTS) return -1;
-  if (PLACEMENT_TABLE) return placement[id];
+// An id as it was read: converting one of 8 bytes would wait for it before the next loads are under way.
+struct RawId {
+  u32 low, high;  // high: 0 where ids have 4 bytes
+};
+
+// Not `real`: expert 0, see `rehearsal`.
+__device__ __forceinline__ RawId load_id(const DispatchParams& p, u32 token, u32 pick, bool real = true) {
+  const bool wide = p.id_bytes == 8;
+  const u32* const from = reinterpret_cast<const u32*>(p.topk_ids) + ((u64(token) * TOP_K + pick) << u32(wide));
+  RawId id = {0, 0};
+  if (real) id.low = from[0];
+  if (real && wide) id.high = from[1];
+  return id;
+}
+
+// The rank of a pick, -1 if it goes nowhere: an id outside [0, NUM_EXPERTS), read as unsigned, is too big.
+__device__ __forceinline__ i32 rank_of(const DispatchParams& p, const RankSet& active, RawId id) {
+  if (id.high || id.low >= NUM_EXPERTS) return -1;
   constexpr i32 base = NUM_EXPERTS / EP_SIZE, larger = NUM_EXPERTS % EP_SIZE, split = larger * (base + 1);
-  const i32 expert = i32(id);
-  return expert < split ? expert / (base + 1) : larger + (expert - split) / base;
-}
-
-__device__ __forceinline__ i64 load_id(const DispatchParams& p, u32 token, u32 pick) {
-  const u64 at = u64(token) * TOP_K + pick;
-  return p.id_bytes == 8 ? reinterpret_cast<const i64*>(p.topk_ids)[at]
-                         : i64(reinterpret_cast<const i32*>(p.topk_ids)[at]);
-}
-
-// The rank of a pick, -1 if it goes nowhere.
-__device__ __forceinline__ i32 rank_of(const DispatchParams& p, const RankSet& active, i64 id) {
-  const i32 rank = owner(id, reinterpret_cast<const i32*>(p.placement));
-  return !RANK_MASK || rank < 0 || active.has(rank) ? rank : -1;
-}
-
-__device__ __forceinline__ i32 pick_rank(const DispatchParams& p, const RankSet& active, u32 token, u32 pick) {
-  return rank_of(p, active, load_id(p, token, pick));
+  const i32 expert = i32(id.low);
+  i32 rank;
+  if (PLACEMENT_TABLE) rank = reinterpret_cast<const i32*>(p.placement)[expert];  // of the object: never changes
+  else rank = expert < split ? expert / (base + 1) : larger + (expert - split) / base;
+  return !RANK_MASK || active.has(rank) ? rank : -1;
 }
 
 // The ids of one token, spread over the lanes of a warp.
 struct TokenIds {
-  i64 ids[(TOP_K + 31) / 32];
+  RawId ids[(TOP_K + 31) / 32];
 
-  __device__ __forceinline__ void load(const DispatchParams& p, u32 token) {
+  __device__ __forceinline__ void load(const DispatchParams& p, u32 token, bool real = true) {
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
       const u32 pick = i * 32 + threadIdx.x % 32;
-      ids[i] = pick < TOP_K ? load_id(p, token, pick) : -1;
+      ids[i] = {ALL_LANES, 0};
+      if (pick < TOP_K) ids[i] = load_id(p, token, pick, real);
     }
   }
 
@@ -129,24 +131,24 @@ __device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_n
   return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
 }
 
-// One loop per width, so that nothing stands between the loads of several picks.
-template <typename Id>
-__device__ __forceinline__ void add_ranks(const DispatchParams& p, const RankSet& active, const Id* ids, RankSet& ranks) {
-#pragma unroll 8
-  for (u32 pick = 0; pick < TOP_K; ++pick) {
-    const i32 rank = rank_of(p, active, ids[pick]);
-    if (rank >= 0) ranks.add(rank);
-  }
-}
-
 // The ranks of 32 tokens, one token per lane; none for tokens from num_tokens on.
-__device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word) {
+__device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word,
+                                              bool real = true) {
+  constexpr u32 BATCH = TOP_K < 8 ? TOP_K : 8;
   const u32 token = word * 32 + threadIdx.x % 32;
   RankSet ranks;
   ranks.clear();
-  if (token < p.num_tokens) {
-    if (p.id_bytes == 8) add_ranks(p, active, reinterpret_cast<const i64*>(p.topk_ids) + u64(token) * TOP_K, ranks);
-    else add_ranks(p, active, reinterpret_cast<const i32*>(p.topk_ids) + u64(token) * TOP_K, ranks);
+  if (token >= p.num_tokens) return ranks;
+#pragma unroll 1
+  for (u32 first = 0; first < TOP_K; first += BATCH) {
+    RawId ids[BATCH];
+#pragma unroll
+    for (u32 i = 0; i < BATCH; ++i) ids[i] = load_id(p, token, min(first + i, TOP_K - 1), real);
+#pragma unroll
+    for (u32 i = 0; i < BATCH; ++i) {
+      const i32 rank = rank_of(p, active, ids[i]);
+      if (rank >= 0) ranks.add(rank);
+    }
   }
   return ranks;
 }
@@ -160,6 +162,7 @@ __device__ __forceinline__ void publish_bits(const DispatchParams& p, const Roun
   for (u32 first = 0; first < EP_SIZE; first += 32) {
     u32 bits = 0;
     const u32 count = min(32u, EP_SIZE - first);
+#pragma unroll 1
     for (u32 i = 0; i < count; ++i) {
       const u32 ballot = __ballot_sync(ALL_LANES, ranks.has(first + i));
       if (lane == i) bits = ballot;
@@ -167,9 +170,8 @@ __device__ __forceinline__ void publish_bits(const DispatchParams& p, const Roun
     const u32 dst_rank = first + lane;
     if (lane < count && (!RANK_MASK || active.has(dst_rank))) {
       u8* const theirs = reinterpret_cast<u8*>(p.workspace + dst_rank * p.stride);
-      publish_word(valid_words(theirs, p.valid_bits_offset, p.max_num_tokens, round.parity, p.ep_rank) + word,
-                   round.number, bits);
-      publish_word(sent_word(p, mine, dst_rank, word), round.number, bits);
+      publish_word(round, valid_words(theirs, p.valid_bits_offset, p.max_num_tokens, round.parity, p.ep_rank) + word, bits);
+      publish_word(round, sent_word(p, mine, dst_rank, word), bits);
     }
   }
 }
@@ -179,6 +181,7 @@ __device__ __forceinline__ void publish_bits(const DispatchParams& p, const Roun
 __device__ __forceinline__ bool bits_before(const Round& round, const u64* words, u32 token, u32 peer, u32& sum) {
   u32 mine = 0;
   bool fine = true;
+#pragma unroll 1
   for (u32 word = threadIdx.x % 32; word * 32 < token; word += 32) {
     u32 bits = 0;
     fine &= await_word(round, words + word, SIGNAL_BITS, peer, bits);
@@ -203,9 +206,11 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   bool fine = true;
   if (!ROW_ORDER_TOKEN) {
+#pragma unroll 1
     for (u32 rank = 0; rank < EP_SIZE; ++rank) {
       u32 before = 0, here = 0;
       if (!RANK_MASK || active.has(rank)) {
+#pragma unroll 1
         for (u32 other = lane; other <= word; other += 32) {
           u32 bits = 0;
           fine &= await_word(round, sent_word(p, mine, rank, other), SIGNAL_BITS, p.ep_rank, bits);
@@ -227,8 +232,9 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
     i32* const slots = reinterpret_cast<i32*>(mine + p.topk_send_indices_offset) + u64(token) * TOP_K;
     RankSet seen;
     seen.clear();
+#pragma unroll 1
     for (u32 pick = 0; pick < TOP_K; ++pick) {
-      const i32 rank = pick_rank(p, active, token, pick);
+      const i32 rank = rank_of(p, active, load_id(p, token, pick, round.real));
       const bool first = rank >= 0 && !seen.has(rank);
       i32 slot = -1;
       if (first) {
@@ -236,8 +242,8 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
         slot = token;
         if (!ROW_ORDER_TOKEN) slot = placing.before[rank] + __popc(placing.bits[rank] & ((1u << lane) - 1));
       }
-      targets[pick] = first ? rank : -1;
-      slots[pick] = slot;
+      if (round.real) targets[pick] = first ? rank : -1;
+      if (round.real) slots[pick] = slot;
     }
   }
   __syncwarp();

@@ -49,25 +49,25 @@ __device__ __forceinline__ void for_each_destination(const Destinations& to, Vis
   }
 }
 
-// A warp copies bytes [begin, end) of a row in units of V, BATCH of them in flight per lane, read once and written to
+// A warp copies bytes [begin, end) of a row, BATCH accesses of 16 bytes in flight per lane, read once and written to
 // every destination. `row_at(rank, slot)` is the start of the row there.
-template <typename V, u32 BATCH, typename RowAt>
+template <u32 BATCH, typename RowAt>
 __device__ __forceinline__ void copy_units(const u8* from, u32 begin, u32 end, const Destinations& to, RowAt row_at) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (u32 at = begin + lane * sizeof(V); __any_sync(ALL_LANES, at < end); at += 32 * BATCH * sizeof(V)) {
-    V held[BATCH];
+  for (u32 at = begin + lane * 16; __any_sync(ALL_LANES, at < end); at += 32 * BATCH * 16) {
+    Vec16 held[BATCH];
 #pragma unroll
     for (u32 i = 0; i < BATCH; ++i) {
-      const u32 byte = at + i * 32 * sizeof(V);
-      if (byte < end) held[i] = *reinterpret_cast<const V*>(from + byte);
+      const u32 byte = at + i * 32 * 16;
+      if (byte < end) held[i] = *reinterpret_cast<const Vec16*>(from + byte);
     }
     for_each_destination(to, [&](i32 rank, i32 slot) {
       u8* const row = row_at(rank, slot);
 #pragma unroll
       for (u32 i = 0; i < BATCH; ++i) {
-        const u32 byte = at + i * 32 * sizeof(V);
-        if (byte < end) *reinterpret_cast<V*>(row + byte) = held[i];
+        const u32 byte = at + i * 32 * 16;
+        if (byte < end) *reinterpret_cast<Vec16*>(row + byte) = held[i];
       }
     });
   }
@@ -80,17 +80,27 @@ __device__ __forceinline__ void segment_of(u32 row_bytes, u32 segment, u32 segme
   end = min(row_bytes, begin + part);
 }
 
+// The same for rows that do not lie on 16 bytes, to one destination, with the widest access that fits. Out of line, like
+// all that is rare here: code that is jumped over still has to be fetched by everybody.
+__device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 end, u32 alignment) {
+  const u32 lane = threadIdx.x % 32;
+  if (alignment >= 4) {
+    for (u32 at = begin + lane * 4; at < end; at += 128)
+      *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
+  } else {
+    for (u32 at = begin + lane; at < end; at += 32) to[at] = from[at];
+  }
+}
+
 // Copies with the widest access that both addresses and the width allow.
 template <typename RowAt>
 __device__ __forceinline__ void copy_row(const u8* from, u32 begin, u32 end, u32 alignment, const Destinations& to,
                                          RowAt row_at) {
   if (begin >= end) return;
-  switch (alignment) {
-    case 16: copy_units<Vec16, 7>(from, begin, end, to, row_at); break;
-    case 8: copy_units<Vec8, 4>(from, begin, end, to, row_at); break;
-    case 4: copy_units<u32, 4>(from, begin, end, to, row_at); break;
-    case 2: copy_units<u16, 4>(from, begin, end, to, row_at); break;
-    default: copy_units<u8, 4>(from, begin, end, to, row_at);
+  if (alignment == 16) {
+    copy_units<7>(from, begin, end, to, row_at);
+  } else {
+    for_each_destination(to, [&](i32 rank, i32 slot) { copy_narrow(from, row_at(rank, slot), begin, end, alignment); });
   }
 }
 
@@ -110,52 +120,88 @@ __device__ __forceinline__ void fill_row(u8* row, u32 row_bytes, u32 byte) {
 
 // ---- images (small) ------------------------------------------------------------------------------------------------
 
-// Up to 8 bytes of a row that starts anywhere; bytes beyond the row are zero.
-__device__ __forceinline__ u64 load_piece(const u8* row, u32 row_bytes, u32 within) {
-  const u8* const from = row + within;
-  const u32 alignment = common_alignment(reinterpret_cast<u64>(from));
-  if (alignment >= 8 && within + 8 <= row_bytes) {
-    u64 value;
-    asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
-    return value;
-  }
+// Up to 8 bytes that do not make one aligned word.
+__device__ __noinline__ u64 load_bytes(const u8* from, u32 count) {
   u64 value = 0;
-  const u32 count = min(8u, row_bytes - within);
   for (u32 i = 0; i < count; ++i) value |= u64(from[i]) << (8 * i);
   return value;
 }
 
-__device__ __forceinline__ void store_piece(u8* row, u32 row_bytes, u32 within, u64 value) {
-  u8* const to = row + within;
-  const u32 alignment = common_alignment(reinterpret_cast<u64>(to));
-  if (within + 8 <= row_bytes && alignment >= 4) {
-    if (alignment >= 8) {
-      *reinterpret_cast<u64*>(to) = value;
-    } else {
-      reinterpret_cast<u32*>(to)[0] = u32(value);
-      reinterpret_cast<u32*>(to)[1] = u32(value >> 32);
-    }
+__device__ __noinline__ void store_bytes(u8* to, u32 count, u64 value) {
+  if (count == 8 && common_alignment(reinterpret_cast<u64>(to)) >= 4) {
+    reinterpret_cast<u32*>(to)[0] = u32(value);
+    reinterpret_cast<u32*>(to)[1] = u32(value >> 32);
     return;
   }
-  const u32 count = min(8u, row_bytes - within);
   for (u32 i = 0; i < count; ++i) to[i] = u8(value >> (8 * i));
 }
 
-// Which payload byte `at` of an image belongs to, `at` a multiple of 8, and where in its row; num_payloads past the end.
-__device__ __forceinline__ u32 payload_at(const DispatchParams& p, u32 at, u32& within) {
-  u32 payload = 0;
-  while (payload < p.num_payloads) {
-    const u32 width = (p.payload_bytes[payload] + 7) & ~7u;
-    if (at < width) break;
-    at -= width;
-    ++payload;
+__device__ __forceinline__ u64 load_word(const u8* from) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+  return value;
+}
+
+// Eight bytes of a token's image: where they come from, and where they belong. Known before any row is.
+struct Piece {
+  const u8* from;  // in row 0 of the caller's payload
+  u8* to;          // in row 0 of our view of it
+  u32 row_bytes;
+  u32 count;       // bytes that the row has here, 0 past the image's end
+  bool word;       // they are 8 and lie on a multiple of 8 in every row
+
+  // Returns the payload, num_payloads past the image's end.
+  __device__ __forceinline__ u32 locate(const DispatchParams& p, u32 at) {
+    u32 payload = 0;
+#pragma unroll 1
+    while (payload < p.num_payloads) {
+      const u32 width = (p.payload_bytes[payload] + 7) & ~7u;
+      if (at < width) break;
+      at -= width;
+      ++payload;
+    }
+    count = row_bytes = 0;
+    word = false;
+    if (payload >= p.num_payloads) return payload;
+    row_bytes = p.payload_bytes[payload];
+    count = min(8u, row_bytes - at);
+    from = reinterpret_cast<const u8*>(p.payload_rows[payload]) + at;
+    to = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride + p.payload_offsets[payload]) + at;
+    word = count == 8 && common_alignment(reinterpret_cast<u64>(from) | reinterpret_cast<u64>(to) | row_bytes) >= 8;
+    return payload;
   }
-  within = at;
-  return payload;
+
+  __device__ __forceinline__ u64 load(u32 row, bool real = true) const {
+    const u8* const at = from + u64(row) * row_bytes;
+    u64 value = 0;
+    if (word && real) value = load_word(at);
+    if (!word && count && real) value = load_bytes(at, count);
+    return value;
+  }
+
+  __device__ __forceinline__ void store(u32 row, u64 value, bool real = true) const {
+    u8* const at = to + u64(row) * row_bytes;
+    if (word && real) *reinterpret_cast<u64*>(at) = value;
+    if (!word && count && real) store_bytes(at, count, value);
+  }
+};
+
+// Eight bytes of a padded slot: invalid ids, a neutral byte, or what was there.
+__device__ __noinline__ void scrub_piece(const DispatchParams& p, u32 at, u32 row) {
+  Piece piece;
+  const u32 payload = piece.locate(p, at);
+  if (payload >= p.num_payloads) return;
+  if (i32(payload) == p.ids_payload) {
+    const u32 high = piece.row_bytes == 8 * TOP_K ? u32(p.invalid_id >> 31) : u32(p.invalid_id);
+    piece.store(row, u64(high) << 32 | u32(p.invalid_id));
+  } else if (p.payload_fill[payload] >= 0) {
+    piece.store(row, u64(u32(p.payload_fill[payload])) * 0x0101010101010101ull);
+  }
 }
 
 __device__ __forceinline__ u32 image_bytes(const DispatchParams& p) {
   u32 sum = 0;
+#pragma unroll 1
   for (u32 payload = 0; payload < p.num_payloads; ++payload) sum += (p.payload_bytes[payload] + 7) & ~7u;
   return sum;
 }

@@ -44,35 +44,33 @@ __device__ __forceinline__ void add_word(float* sums, u32 word) {
   }
 }
 
-// Writes COUNT sums as elements `first`.. of an output row; those at or past `row_elements` do not exist.
-template <u32 COUNT>
-__device__ __forceinline__ void store_sums(u8* row, u32 first, u32 row_elements, const float* sums, u32 type) {
+__device__ __noinline__ void store_element(u8* row, u32 element, u32 type, float value) {
+  if (type == TYPE_FP32) reinterpret_cast<float*>(row)[element] = value;
+  else reinterpret_cast<u16*>(row)[element] = u16(from_float(value, type));
+}
+
+// Writes COUNT sums as elements `first`.. of an output row; those at or past `row_elements` do not exist. Fast where the
+// output is of the rows' own type TYPE and the sums make one aligned access of it, as they nearly always do. Not `real`:
+// writes nothing, see `rehearsal`.
+template <u32 TYPE, u32 COUNT>
+__device__ __forceinline__ void store_sums(u8* row, u32 first, u32 row_elements, const float* sums, u32 type,
+                                           bool real = true) {
+  constexpr u32 BYTES = COUNT * size_of(TYPE);
   u8* const to = row + u64(first) * size_of(type);
-  const bool whole = first + COUNT <= row_elements;
-  if (type == TYPE_FP32) {
-    if (whole && COUNT % 4 == 0 && common_alignment(reinterpret_cast<u64>(to)) >= 16) {
+  if constexpr (BYTES >= 8) {
+    if (type == TYPE && first + COUNT <= row_elements && common_alignment(reinterpret_cast<u64>(to)) >= BYTES) {
+      u32 words[BYTES / 4];
 #pragma unroll
-      for (u32 i = 0; i + 3 < COUNT; i += 4)
-        store16(to + 4 * i, {__float_as_uint(sums[i]), __float_as_uint(sums[i + 1]), __float_as_uint(sums[i + 2]),
-                             __float_as_uint(sums[i + 3])});
-    } else {
-#pragma unroll
-      for (u32 i = 0; i < COUNT; ++i)
-        if (first + i < row_elements) reinterpret_cast<float*>(to)[i] = sums[i];
+      for (u32 i = 0; i < BYTES / 4; ++i)
+        words[i] = TYPE == TYPE_FP32 ? __float_as_uint(sums[i])
+                                     : from_float(sums[2 * i], TYPE) | from_float(sums[2 * i + 1], TYPE) << 16;
+      if (!real) return;
+      if (BYTES == 16) store16(to, {words[0], words[1], words[BYTES / 4 - 2], words[BYTES / 4 - 1]});
+      else *reinterpret_cast<Vec8*>(to) = {words[0], words[BYTES / 4 - 1]};
+      return;
     }
-    return;
   }
-  if (whole && COUNT % 2 == 0 && common_alignment(reinterpret_cast<u64>(to)) >= 2 * COUNT) {
-    u32 words[(COUNT + 1) / 2];
 #pragma unroll
-    for (u32 i = 0; i + 1 < COUNT; i += 2)
-      words[i / 2] = from_float(sums[i], type) | from_float(sums[i + 1], type) << 16;
-    if (COUNT == 8) store16(to, {words[0], words[1], words[2], words[COUNT / 2 - 1]});
-    else if (COUNT == 4) *reinterpret_cast<Vec8*>(to) = {words[0], words[COUNT / 2 - 1]};
-    else *reinterpret_cast<u32*>(to) = words[0];
-  } else {
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i)
-      if (first + i < row_elements) reinterpret_cast<u16*>(to)[i] = u16(from_float(sums[i], type));
-  }
+  for (u32 i = 0; i < COUNT; ++i)
+    if (first + i < row_elements && real) store_element(row, first + i, type, sums[i]);
 }

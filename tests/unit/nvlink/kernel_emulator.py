@@ -75,6 +75,8 @@ class EmulatedModule:
         (directory / "kernels.inc").write_text(f"{code}\n{entries}\nconst Entry ENTRIES[] = {{{table}}};\n")
         library = directory / "kernels.so"
         options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w", f"-I{directory}"]
+        # Shared variables of inline functions would be one for all modules of the process.
+        options.append("-fno-gnu-unique")
         command = [COMPILER, *options, str(HERE / "emulated_device.cpp"), "-o", str(library)]
         subprocess.run(command, check=True)
         self._launch = ctypes.CDLL(str(library)).launch

@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-PLAIN_SMALL, OTHER_SMALL, BULK = 64, 96, 128
-"""Registers of a thread. With 64 a multiprocessor holds 1024 threads; 128 are all that 512 can have."""
+PLAIN_SMALL, OTHER_SMALL, BULK = 80, 104, 128
+"""Registers of a thread. With 80 a multiprocessor holds 768 threads; 128 are all that 512 can have."""
 FEW = ExchangeConfig(ep_size=2, max_num_tokens=64, top_k=8, num_experts=256, hidden_size=7168, row_order="token")
 MASKED = ExchangeConfig(ep_size=8, max_num_tokens=64, top_k=22, num_experts=60, hidden_size=64, enable_rank_mask=True)
 MANY = ExchangeConfig(ep_size=72, max_num_tokens=64, top_k=40, num_experts=256, hidden_size=64)
