@@ -26,6 +26,7 @@ from a2a.comm.launcher import without_launchers
 from a2a.comm.protocol import SingleComm
 from a2a.config import ExchangeConfig
 from a2a.errors import A2AError
+from a2a.nvlink.tuning import find_tuning
 from a2a.transport import TRANSPORTS, transport_class
 
 _PROBE_TIMEOUT_S: Final = 20
@@ -187,7 +188,18 @@ def _devices(torch: Any) -> list[Finding]:
         Finding("GPUs", None, f"{count}: " + ", ".join(names)),
         Finding("peer access", open_pairs == pairs if pairs else None, f"{len(open_pairs)} of {len(pairs)} pairs"),
         *_handle_types(torch.device("cuda", 0)),
+        _launch_shapes("sm_{}{}".format(*torch.cuda.get_device_capability(0))),
     ]
+
+
+def _launch_shapes(arch: str) -> Finding:
+    """Which table of regimes and launch shapes serves a GPU."""
+    topic = "launch shapes"
+    try:
+        found = find_tuning(arch, env.Env.read().tuning)
+    except A2AError as error:
+        return Finding(topic, False, str(error))
+    return Finding(topic, None, f"{arch}: {found.why} ({found.tuning.source})")
 
 
 def _handle_types(device: Any) -> list[Finding]:

@@ -192,7 +192,7 @@ def _run_mode(
     barrier: Callable[[], None],
     on_round: Callable[[], None],
 ) -> list[Row]:
-    reasons = [_check(each, case, sweep.seed, barrier) for each in implementations]
+    reasons = [checked_round(each, case, sweep.seed, barrier) for each in implementations]
     wall: Mapping[str, float] = {}
     if mode == "graph":
         per_graph = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
@@ -205,7 +205,7 @@ def _run_mode(
         times = time_rounds(implementations, sweep.rounds, barrier, on_round)
     # Once more with other rows: what was timed must still be right.
     for index, each in enumerate(implementations):
-        for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
+        for phase, reason in checked_round(each, case, sweep.seed + 1, barrier).items():
             reasons[index][phase] = reasons[index][phase] or reason
     gathered = comm.allgather((dict(times), reasons, clock_name(), dict(wall)))
     # Devices count from an event of their own.
@@ -239,7 +239,7 @@ def _run_mode(
     return rows
 
 
-def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], None]) -> dict[str, str]:
+def checked_round(each: Implementation, case: Case, seed: int, barrier: Callable[[], None]) -> dict[str, str]:
     """One checked round: what is wrong in each phase, empty strings where nothing is."""
     exact_sums = each.role == "exchange" and not isinstance(each, Exchange)
     make = integer_rows if exact_sums else random_rows

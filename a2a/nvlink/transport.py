@@ -31,9 +31,20 @@ from a2a.comm import Comm
 from a2a.comm.consent import gather
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import ExchangeConfig
-from a2a.errors import A2AError, CompileError, MismatchError, PeerLost, PeerTimeout, Unsupported, from_facts
+from a2a.env import Env
+from a2a.errors import (
+    A2AError,
+    CompileError,
+    ConfigError,
+    MismatchError,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+    from_facts,
+)
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink.params import KINDS, PHASES, control_regions
+from a2a.nvlink.tuning import Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.transport import CombineCall, DispatchCall, Transport
 
@@ -56,8 +67,6 @@ _TIMEOUT, _ABORTED = 1, 2
 _MIN_CAPABILITY: Final = (8, 0)
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_TIMEOUT_S: Final = 60.0
-SMALL_MAX_TOKENS: Final = 240
-"""Largest R of the small regime: where the two cross on two H200 with rows of 7168 bf16 elements."""
 
 
 class NvlinkTransport(Transport):
@@ -87,6 +96,7 @@ class NvlinkTransport(Transport):
     def __init__(
         self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
     ) -> None:
+        from a2a.nvlink.driver import arch_of
         from a2a.nvlink.exchange import Exchange
         from a2a.nvlink.memory import SymmetricMemory
 
@@ -109,20 +119,23 @@ class NvlinkTransport(Transport):
         places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
         problem: A2AError | None = None
         try:
+            found = find_tuning(arch_of(device), Env.read().tuning)
             self._exchange: Exchange = Exchange(
                 self.workspace,
                 self.rank,
                 config,
                 layout,
                 placement,
-                small_max_tokens=SMALL_MAX_TOKENS,
+                tuning=found.tuning,
                 sharers=places.count(places[self.rank]),
             )
             self._exchange.set_budgets(timeout_s, timeout_s)
             self._set_all_active()
-        except (CompileError, Unsupported) as error:
+        except (CompileError, ConfigError, Unsupported) as error:
             problem = error
-        gather(comm, None, problem)
+        tables = gather(comm, None if problem is not None else (found.tuning.name, found.tuning.digest), problem)
+        if len({digest for _, digest in tables}) > 1:
+            raise MismatchError(what="tuning table", values=dict(enumerate(tables)))
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_listen, args=(self._mesh, self._stop, weakref.ref(self)), name="a2a-nvlink", daemon=True
@@ -154,6 +167,20 @@ class NvlinkTransport(Transport):
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         return self._exchange.regime(runtime_max_tokens_per_rank)
+
+    @property
+    def tuning(self) -> Tuning:
+        """The table of launch shapes in use."""
+        return self._exchange.tuning
+
+    @property
+    def landing_tokens(self) -> int:
+        """Largest R that the small regime can take."""
+        return self._exchange.landing_tokens
+
+    def tune(self, tuning: Tuning) -> None:
+        """Take another table for the rounds that follow; every rank the same, between the same two rounds."""
+        self._exchange.tune(tuning)
 
     def _before(self, phase: str, context: int, round: int, attempt: int, facts: dict[str, Any]) -> None:
         """Refuse a launch whose signals cannot come; remember it otherwise."""
