@@ -271,6 +271,12 @@ class Exchange:
             if not words.abort:
                 words.abort = reason
 
+    def retract(self, reason: int) -> None:
+        """Take an `abort` of that reason back where nothing has ended by it."""
+        for words in self.words:
+            if words.abort == reason and not words.recorded:
+                words.abort = 0
+
     def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
         """Deadlines of waits, also of those under captured graphs."""
         for words in self.words:

@@ -186,8 +186,11 @@ class NvlinkTransport(Transport):
         """Refuse a launch whose signals cannot come; remember it otherwise."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.
         if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
-            for peer in sorted(self._needed(context) & self._mesh.lost):
-                raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+            with self._looking:
+                needed = self._needed(context)
+                for peer in sorted(needed & self._mesh.lost):
+                    raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+                self._end_waits_for_lost_peers()
         for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
             raise from_facts(json.loads(body), reporter=peer)
         self._launched[context, phase] = (round, attempt, facts)
@@ -256,10 +259,19 @@ class NvlinkTransport(Transport):
             self._compare_what_was_said()
         if mesh.error is not None:
             self._exchange.abort(_NO_RANK)
-        for peer in sorted(mesh.lost - mesh.departed):
-            # Ends waits for a signal that has not come; a kernel that has all its signals is not disturbed.
-            if any(peer in self._needed(context) for context in range(self._config.num_contexts)):
-                self._exchange.abort(1 + peer)
+        self._end_waits_for_lost_peers()
+
+    def _end_waits_for_lost_peers(self) -> None:
+        """Ends waits for a signal that has not come; a kernel that has all its signals is not disturbed."""
+        lost = self._mesh.lost - self._mesh.departed
+        if not lost:
+            return
+        needed = set[int]().union(*(self._needed(context) for context in range(self._config.num_contexts)))
+        for peer in sorted(lost - needed):
+            # Lost before it was masked: the rounds that do without it may wait for each other.
+            self._exchange.retract(1 + peer)
+        for peer in sorted(lost & needed):
+            self._exchange.abort(1 + peer)
 
     def _compare_what_was_said(self) -> None:
         """Where a kernel or a peer found a disagreement: tell all what this rank said, and wait for what they did."""
