@@ -71,6 +71,7 @@ def _late(comm: Comm) -> tuple[str, dict[str, Any]]:
     return type(error).__name__, error.to_facts()
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_named_and_reset_goes_on(run_ranks: Any) -> None:
     first, second = run_ranks(_late, 2)
     for kind, facts in (first, second):
@@ -201,6 +202,7 @@ def _killed(comm: Comm, in_a_graph: bool) -> tuple[str, dict[str, Any], float, f
     return type(error).__name__, error.to_facts(), told, ended
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("in_a_graph", [False, True])
 def test_a_killed_rank_is_found_by_its_closed_connection(run_ranks: Any, in_a_graph: bool) -> None:
     outcomes = {each.rank: each for each in run_ranks.outcomes(_killed, 2, in_a_graph, grace_s=30.0)}

@@ -219,6 +219,7 @@ def _replay(comm: Comm, case: Case, replays: int) -> int:
     return replays
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("max_num_tokens", [8, 600])
 def test_replays_with_new_inputs_equal_eager_rounds(run_ranks: Any, max_num_tokens: int) -> None:
     case = Case(ep_size=2, hidden_size=256, max_num_tokens=max_num_tokens)
@@ -266,6 +267,7 @@ def _linger(alone: random.Random) -> None:
         time.sleep(alone.random() * 1e-3)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("max_num_tokens", [16, 700])
 def test_no_round_overtakes_another(run_ranks: Any, max_num_tokens: int) -> None:
     case = Case(ep_size=2, hidden_size=512, max_num_tokens=max_num_tokens)
