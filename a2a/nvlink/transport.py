@@ -73,6 +73,9 @@ class NvlinkTransport(Transport):
     """GPUs that can map each other's memory. See the module for failures and `Transport` for the interface.
 
     The rank's GPU is the current device at construction. Several ranks may share a GPU.
+
+    Attributes:
+        lines: what the probe of the small regime's lines found; where one was torn, rounds of any size are "bulk".
     """
 
     name: ClassVar[str] = "nvlink"
@@ -99,6 +102,7 @@ class NvlinkTransport(Transport):
         from a2a.nvlink.driver import arch_of
         from a2a.nvlink.exchange import Exchange
         from a2a.nvlink.memory import SymmetricMemory
+        from a2a.nvlink.probe import LineProbe
 
         self.rank = comm.Get_rank()
         self._config = config
@@ -120,6 +124,14 @@ class NvlinkTransport(Transport):
         problem: A2AError | None = None
         try:
             found = find_tuning(arch_of(device), Env.read().tuning)
+            probe = LineProbe(memory)
+        except (CompileError, ConfigError, Unsupported) as error:
+            problem = error
+        tables = gather(comm, None if problem is not None else (found.tuning.name, found.tuning.digest), problem)
+        if len({digest for _, digest in tables}) > 1:
+            raise MismatchError(what="tuning table", values=dict(enumerate(tables)))
+        self.lines = probe.run(comm)
+        try:
             self._exchange: Exchange = Exchange(
                 self.workspace,
                 self.rank,
@@ -127,15 +139,14 @@ class NvlinkTransport(Transport):
                 layout,
                 placement,
                 tuning=found.tuning,
+                small_max_tokens=None if self.lines.whole else 0,
                 sharers=places.count(places[self.rank]),
             )
             self._exchange.set_budgets(timeout_s, timeout_s)
             self._set_all_active()
-        except (CompileError, ConfigError, Unsupported) as error:
+        except (CompileError, Unsupported) as error:
             problem = error
-        tables = gather(comm, None if problem is not None else (found.tuning.name, found.tuning.digest), problem)
-        if len({digest for _, digest in tables}) > 1:
-            raise MismatchError(what="tuning table", values=dict(enumerate(tables)))
+        gather(comm, None, problem)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_listen, args=(self._mesh, self._stop, weakref.ref(self)), name="a2a-nvlink", daemon=True
