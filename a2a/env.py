@@ -79,6 +79,12 @@ def replace(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def default(variables: Mapping[str, str]) -> None:
+    """Sets those of `variables` that this process has not, for libraries that read them when they start."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def _text(given: Mapping[str, str], name: str) -> str | None:
     return given[name].strip() if name in given else None
 

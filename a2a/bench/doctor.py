@@ -27,7 +27,7 @@ from a2a.comm.protocol import SingleComm
 from a2a.config import ExchangeConfig
 from a2a.errors import A2AError
 from a2a.nvlink.tuning import find_tuning
-from a2a.transport import TRANSPORTS, transport_class
+from a2a.transport import AUTOMATIC, TRANSPORTS, transport_class
 
 _PROBE_TIMEOUT_S: Final = 20
 _LINES_TIMEOUT_S: Final = 60.0
@@ -93,11 +93,11 @@ def diagnose() -> Diagnosis:
         _launcher(),
     ]
     transports = {name: tuple(_reasons(name, findings)) for name in TRANSPORTS}
-    chosen = next((name for name, reasons in transports.items() if not reasons), None)
+    chosen = next((name for name in AUTOMATIC if not transports[name]), None)
     for name, reasons in transports.items():
         text = "can serve" if not reasons else "cannot serve: " + "; ".join(reasons)
         findings.append(Finding(f"transport {name}", not reasons, text))
-    why = f"{chosen}: the first of {', '.join(TRANSPORTS)} that can serve here" if chosen else "no transport works here"
+    why = f"{chosen}: the first of {', '.join(AUTOMATIC)} that can serve here" if chosen else "no transport works here"
     findings.append(Finding("auto would choose", chosen is not None, why))
     return Diagnosis(tuple(findings), transports, chosen)
 

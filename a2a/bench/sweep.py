@@ -42,7 +42,7 @@ from a2a.config import ExchangeConfig, ModelPreset
 from a2a.env import Env
 from a2a.transport import choose
 
-GPU_TRANSPORTS: Final = ("nvlink",)
+GPU_TRANSPORTS: Final = ("nvlink", "nvshmem")
 DEFAULT_ROUNDS_PER_GRAPH: Final = 20
 
 Row = Mapping[str, Any]

@@ -71,32 +71,33 @@ class SymmetricMemory:
                 exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
             except Unsupported as error:
                 reason = error.reasons[0]
-            mapping = _Mapping(device, self.stride_bytes, self.size)
-            mapping.handles[self.rank] = own
+            mapping = Mapping(device, self.stride_bytes, self.size)
+            if own is not None:
+                mapping.handles[self.rank] = [(own, self.stride_bytes)]
             with contextlib.ExitStack() as opened:
                 if kind == _POSIX and exported is not None:
                     opened.callback(os.close, exported)
-                _agree(comm, reason)
+                agree(comm, reason)
                 if kind == _FABRIC:
                     self._import_fabric(mapping, bytes(exported.data), comm)
                 else:
                     self._import_posix(mapping, exported, comm, mesh, timeout_s)
-            _agree(comm, _reason_of(mapping.map))
+            agree(comm, _reason_of(mapping.map))
             self.address = mapping.address
-            self.tensor = _tensor(mapping)
+            self.tensor = tensor_of(mapping)
             self._zero_and_prove(comm)
 
-    def _import_fabric(self, mapping: _Mapping, exported: bytes, comm: Comm) -> None:
+    def _import_fabric(self, mapping: Mapping, exported: bytes, comm: Comm) -> None:
         reasons = []
         for peer, data in enumerate(comm.allgather(exported)):
             if peer != self.rank:
                 try:
-                    mapping.handles[peer] = _import_fabric_handle(data)
+                    mapping.handles[peer] = [(_import_fabric_handle(data), self.stride_bytes)]
                 except Unsupported as error:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
-        _agree(comm, "; ".join(reasons) or None)
+        agree(comm, "; ".join(reasons) or None)
 
-    def _import_posix(self, mapping: _Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
+    def _import_posix(self, mapping: Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
         received = mesh.exchange_descriptors([descriptor], timeout_s=timeout_s)
         reasons = []
         try:
@@ -104,9 +105,10 @@ class SymmetricMemory:
                 try:
                     if len(descriptors) != 1:
                         raise Unsupported(transport="nvlink", reasons=(f"{len(descriptors)} descriptors came",))
-                    mapping.handles[peer] = checked(
+                    handle = checked(
                         "cuMemImportFromShareableHandle", cu.cuMemImportFromShareableHandle(descriptors[0], _POSIX)
                     )
+                    mapping.handles[peer] = [(handle, self.stride_bytes)]
                 except Unsupported as error:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
         finally:
@@ -114,7 +116,7 @@ class SymmetricMemory:
             for descriptors in received.values():
                 for other in descriptors:
                     os.close(other)
-        _agree(comm, "; ".join(reasons) or None)
+        agree(comm, "; ".join(reasons) or None)
 
     def _zero_and_prove(self, comm: Comm) -> None:
         # On a stream of its own: the caller's may hold work that waits for another rank.
@@ -141,23 +143,37 @@ class SymmetricMemory:
                 for peer in range(self.size)
                 if seen[peer] != nonces[self.rank] ^ peer
             ]
-            _agree(comm, "; ".join(reasons) or None)
+            agree(comm, "; ".join(reasons) or None)
             words[self.rank].zero_()
             stream.synchronize()
             comm.barrier()
 
 
-class _Mapping:
-    """Addresses and handles of one symmetric memory; freed when nothing refers to it any more."""
+class Mapping:
+    """Addresses and handles of one symmetric memory; freed when nothing refers to it any more.
+
+    Args:
+        device: the GPU that reaches all of it.
+        stride_bytes: of a row.
+        size: rows.
+
+    Attributes:
+        handles: by rank, the pieces of physical memory of its row in order, and their sizes, `stride_bytes` in all.
+        address: of row 0, once mapped.
+    """
 
     def __init__(self, device: torch.device, stride_bytes: int, size: int) -> None:
         self.device = device
-        self.stride_bytes = stride_bytes
-        self.num_bytes = stride_bytes * size
-        self.shape = (size, stride_bytes)
-        self.handles: list[Any] = [None] * size
+        self.handles: list[list[tuple[Any, int]]] = [[] for _ in range(size)]
         self.address = 0
-        self._mapped: list[int] = []
+        self._mapped: list[tuple[int, int]] = []
+        self.set_stride(stride_bytes)
+
+    def set_stride(self, stride_bytes: int) -> None:
+        """Before `map`."""
+        self.stride_bytes = stride_bytes
+        self.num_bytes = stride_bytes * len(self.handles)
+        self.shape = (len(self.handles), stride_bytes)
 
     def map(self) -> None:
         """Map every handle at its place, readable and writable from this rank's GPU."""
@@ -171,14 +187,16 @@ class _Mapping:
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal(self.device)
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        for rank, handle in enumerate(self.handles):
+        for rank, pieces in enumerate(self.handles):
             place = self.address + rank * self.stride_bytes
-            checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, self.stride_bytes, 0, handle, 0))
-            self._mapped.append(place)
-            checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, self.stride_bytes, [access], 1))
+            for handle, num_bytes in pieces:
+                checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, num_bytes, 0, handle, 0))
+                self._mapped.append((place, num_bytes))
+                checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, num_bytes, [access], 1))
+                place += num_bytes
 
     def __del__(self) -> None:
-        if not self.address and not any(handle is not None for handle in self.handles):
+        if not self.address and not any(self.handles):
             return
         try:
             with on_device(self.device):
@@ -187,10 +205,10 @@ class _Mapping:
                 # the process ends.
                 if torch.cuda.is_current_stream_capturing() or int(cu.cuCtxSynchronize()[0]) != 0:
                     return
-                for place in self._mapped:
-                    cu.cuMemUnmap(place, self.stride_bytes)
-                for handle in self.handles:
-                    if handle is not None:
+                for place, num_bytes in self._mapped:
+                    cu.cuMemUnmap(place, num_bytes)
+                for pieces in self.handles:
+                    for handle, _ in pieces:
                         cu.cuMemRelease(handle)
                 if self.address:
                     cu.cuMemAddressFree(self.address, self.num_bytes)
@@ -227,7 +245,7 @@ def _reason_of(action: Any) -> str | None:
     return None
 
 
-def _agree(comm: Comm, reason: str | None) -> None:
+def agree(comm: Comm, reason: str | None) -> None:
     """Go on if no rank has a reason against it; otherwise raise all reasons on all ranks."""
     reasons: Sequence[str | None] = comm.allgather(reason)
     told = tuple(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
@@ -330,7 +348,7 @@ def _forget(address: int) -> None:
 _DELETER: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)
 
 
-def _tensor(mapping: Any) -> Tensor:
+def tensor_of(mapping: Any) -> Tensor:
     """uint8 tensor of `mapping.shape` at `mapping.address` on `mapping.device`, which keeps `mapping` alive."""
     shape = (ctypes.c_int64 * 2)(*mapping.shape)
     managed = _DLManagedTensor()

@@ -83,7 +83,7 @@ class NvlinkTransport(Transport):
 
     @classmethod
     def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
-        mine = _reasons_of_this_process()
+        mine = reasons_of_this_process()
         fabric = not mine and _fabric_attribute()
         hosts = comm.allgather(host_identity() if sys.platform.startswith("linux") else "")
         if len(set(hosts)) > 1 and not mine and not fabric:
@@ -96,12 +96,18 @@ class NvlinkTransport(Transport):
     def control_regions(cls, config: ExchangeConfig) -> list[tuple[str, int]]:
         return control_regions(config)
 
+    @classmethod
+    def memory_class(cls) -> type[SymmetricMemory]:
+        """Where the workspaces come from."""
+        from a2a.nvlink.memory import SymmetricMemory
+
+        return SymmetricMemory
+
     def __init__(
         self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
     ) -> None:
         from a2a.nvlink.driver import arch_of
         from a2a.nvlink.exchange import Exchange
-        from a2a.nvlink.memory import SymmetricMemory
         from a2a.nvlink.probe import LineProbe
 
         self.rank = comm.Get_rank()
@@ -118,7 +124,7 @@ class NvlinkTransport(Transport):
         self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         phases = (*_DECLINED.values(), *_FACTS.values(), _PLAYED, _READY)
         self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
-        memory: SymmetricMemory = SymmetricMemory(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
+        memory = self.memory_class()(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
         self.workspace = memory.tensor[:, : layout.num_bytes]
         places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
         problem: A2AError | None = None
@@ -434,7 +440,8 @@ def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTranspor
         del transport
 
 
-def _reasons_of_this_process() -> list[str]:
+def reasons_of_this_process() -> list[str]:
+    """Why this process cannot run the kernels, whatever its peers can."""
     reasons = []
     if not sys.platform.startswith("linux"):
         reasons.append("it needs Linux")
