@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def _maps(comm: Comm) -> dict[str, Any]:
             status, *_ = cu.cuMemRetainAllocationHandle(int(pointer, 16))
             facts[f"handle of rank {rank}"] = status.name
         addresses = [int(pointer, 16) for pointer in facts["pointers"]]
-        facts["ascending by"] = [hex(after - before) for before, after in zip(addresses, addresses[1:], strict=False)]
+        facts["ascending by"] = [hex(after - before) for before, after in itertools.pairwise(addresses)]
     return facts
 
 
