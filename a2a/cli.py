@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     bench.add_argument(
         "--peer", action="extend", type=_words, metavar="NAME",
-        help="also time another implementation: torch-a2a, ag-rs, mpi, memcpy or copy (limits); may be repeated",
+        help="also time another: torch-a2a, ag-rs, mpi, flashinfer, memcpy or copy (limits); may be repeated",
     )  # fmt: skip
     bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default), token")
     bench.add_argument("--payload-in-workspace", type=_switches, default=(True,), metavar="yes|no",
@@ -200,7 +200,9 @@ def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     sweep, ranks = _sweep_of(options)
     for name in sweep.peers:
-        peer(name)
+        refusal = peer(name).refusal()
+        if refusal is not None:
+            raise Unsupported(transport=name, reasons=(refusal,))
     return _on_ranks("bench", sweep, options, arguments, ranks, needs_mpi="mpi" in sweep.peers)
 
 

@@ -91,6 +91,7 @@ def time_replays(
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for each in implementations:
+        each.settle()
         barrier()
         each.dispatch()
         wanted = each.combine().clone()
