@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
 def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from a2a.bench.peers import peer
 
-    sweep, ranks = _sweep_of(options)
+    sweep, ranks = _sweep_of(options, arguments)
     for name in sweep.peers:
         refusal = peer(name).refusal()
         if refusal is not None:
@@ -358,7 +358,7 @@ def _presets(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return OK
 
 
-def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
+def _sweep_of(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Sweep, int]:
     """The sweep that options and plan describe, and how many local ranks run it."""
     from a2a.bench.sweep import Sweep
     from a2a.config import MAIN_BENCH_PLAN, bench_plan, model_preset
@@ -384,6 +384,7 @@ def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
         seed=options.seed,
         num_sms=options.num_sms,
         rounds_per_graph=options.rounds_per_graph,
+        arguments=tuple(arguments),
     )
     _refuse_words("wire-format", sweep.wire_formats, _known_formats())
     _refuse_words("row-order", sweep.row_orders, _known_orders())
@@ -590,6 +591,7 @@ def _bench_rank(sweep: Sweep, comm: Any, json: str | None, launcher: str, thread
                 "seed": sweep.seed,
                 "num_sms": sweep.num_sms,
                 "rounds_per_graph": sweep.rounds_per_graph,
+                "arguments": list(sweep.arguments),
             }
             environment = report.environment(comm.Get_size(), launcher, threads)
             document = {"environment": environment, "workload": workload, "rows": rows}

@@ -85,7 +85,12 @@ class Case:
         """float32 `[n, k]` of this rank, on the case's device."""
         return self.workload.topk_weights[self.ep_rank].to(self.device)
 
-    @property
+    @functools.cached_property
+    def expected(self) -> dict[tuple[str, int], Received]:
+        """What is known already of what dispatches must bring, by rows and seed."""
+        return {}
+
+    @functools.cached_property
     def on_host(self) -> Case:
         """The same case with its tensors on the CPU, where expectations are made."""
         return self if self.device == _CPU else dataclasses.replace(self, device=_CPU)
