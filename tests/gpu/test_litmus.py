@@ -104,7 +104,7 @@ def _enable_peers(devices: list[torch.device]) -> None:
     for index, device in enumerate(devices):
         with on_device(device):
             (status,) = cu.cuCtxEnablePeerAccess(contexts[1 - index], 0)
-            assert status in (0, cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED), status
+            assert int(status) in (0, int(cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)), status
 
 
 @pytest.mark.parametrize("style", [_STORES, _BULK_COPIES], ids=["stores", "bulk copies"])

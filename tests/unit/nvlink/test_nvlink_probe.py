@@ -34,36 +34,40 @@ def _probe(module: EmulatedModule, updates: int, ranks: list[int], budget_s: flo
     return counts.tolist()
 
 
-@needs_emulator
-def test_whole_lines_are_counted_and_none_is_torn(tmp_path: Path) -> None:
-    module = EmulatedModule("probe.cu", {}, params.ProbeParams, tmp_path)
-    counts = _probe(module, 20, [0, 1, 2])
-    for rank, of_rank in enumerate(counts):
-        # 2 CTAs, 4 lines, 20 updates.
-        assert of_rank == [[0, 0] if peer == rank else [160, 0] for peer in range(RANKS)]
+STORE = r"st\.relaxed\.sys\.global\.v2\.u64"
+TAG = "const bool tag = ((unsigned long long)(%0) & 127) == 112;"
+
+
+@pytest.fixture(params=["whole", "torn"])
+def module(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, EmulatedModule]:
+    """The probe on a device that shows the tag of a line last, or long before the rest."""
+    plain = kernel_emulator.INSTRUCTIONS[STORE]
+    stores = {
+        "whole": f"{TAG} if (tag) emulated::exchange(0); {plain} if (!tag) emulated::exchange(0);",
+        "torn": f"{TAG} if (!tag) for (int i = 0; i < 40; ++i) emulated::yield(); {plain}",
+    }
+    monkeypatch.setitem(kernel_emulator.INSTRUCTIONS, STORE, stores[request.param])
+    return request.param, EmulatedModule("probe.cu", {}, params.ProbeParams, tmp_path)
 
 
 @needs_emulator
-def test_torn_lines_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each lane's store by itself, the tag's first.
-    store = r"st\.relaxed\.sys\.global\.v2\.u64"
-    torn = (
-        "if (((unsigned long long)(%0) & 127) != 112) for (int i = 0; i < 40; ++i) emulated::yield();"
-        + kernel_emulator.INSTRUCTIONS[store]
-    )
-    monkeypatch.setitem(kernel_emulator.INSTRUCTIONS, store, torn)
-    module = EmulatedModule("probe.cu", {}, params.ProbeParams, tmp_path)
-    counts = _probe(module, 5, [0, 1, 2])
-    for rank, of_rank in enumerate(counts):
-        for peer in range(RANKS):
-            assert of_rank[peer][1] > 0 or peer == rank, counts
+def test_torn_lines_are_seen_and_no_others(module: tuple[str, EmulatedModule]) -> None:
+    kind, device = module
+    for rank, of_rank in enumerate(_probe(device, 10, [0, 1, 2])):
+        for peer, (seen, torn) in enumerate(of_rank):
+            if peer == rank:
+                assert (seen, torn) == (0, 0)
+            else:
+                # 2 CTAs, 4 lines, 10 updates.
+                assert seen == 80 and (torn > 0) == (kind == "torn")
 
 
 @needs_emulator
-def test_a_rank_that_does_not_come_ends_it(tmp_path: Path) -> None:
-    module = EmulatedModule("probe.cu", {}, params.ProbeParams, tmp_path)
-    counts = _probe(module, 10, [0, 2], budget_s=1.0)
-    assert counts[0][1] == [0, 0] and counts[0][2] == [80, 0]
+def test_a_rank_that_does_not_come_ends_it(module: tuple[str, EmulatedModule]) -> None:
+    counts = _probe(module[1], 5, [0, 2], budget_s=3.0)
+    assert counts[0][1] == [0, 0] and counts[0][2][0] == 40
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
