@@ -71,33 +71,32 @@ class SymmetricMemory:
                 exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
             except Unsupported as error:
                 reason = error.reasons[0]
-            mapping = Mapping(device, self.stride_bytes, self.size)
-            if own is not None:
-                mapping.handles[self.rank] = [(own, self.stride_bytes)]
+            mapping = _Mapping(device, self.stride_bytes, self.size)
+            mapping.handles[self.rank] = own
             with contextlib.ExitStack() as opened:
                 if kind == _POSIX and exported is not None:
                     opened.callback(os.close, exported)
-                agree(comm, reason)
+                _agree(comm, reason)
                 if kind == _FABRIC:
                     self._import_fabric(mapping, bytes(exported.data), comm)
                 else:
                     self._import_posix(mapping, exported, comm, mesh, timeout_s)
-            agree(comm, _reason_of(mapping.map))
+            _agree(comm, _reason_of(mapping.map))
             self.address = mapping.address
-            self.tensor = tensor_of(mapping)
+            self.tensor = _tensor(mapping)
             self._zero_and_prove(comm)
 
-    def _import_fabric(self, mapping: Mapping, exported: bytes, comm: Comm) -> None:
+    def _import_fabric(self, mapping: _Mapping, exported: bytes, comm: Comm) -> None:
         reasons = []
         for peer, data in enumerate(comm.allgather(exported)):
             if peer != self.rank:
                 try:
-                    mapping.handles[peer] = [(_import_fabric_handle(data), self.stride_bytes)]
+                    mapping.handles[peer] = _import_fabric_handle(data)
                 except Unsupported as error:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
-        agree(comm, "; ".join(reasons) or None)
+        _agree(comm, "; ".join(reasons) or None)
 
-    def _import_posix(self, mapping: Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
+    def _import_posix(self, mapping: _Mapping, descriptor: int, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
         received = mesh.exchange_descriptors([descriptor], timeout_s=timeout_s)
         reasons = []
         try:
@@ -105,10 +104,9 @@ class SymmetricMemory:
                 try:
                     if len(descriptors) != 1:
                         raise Unsupported(transport="nvlink", reasons=(f"{len(descriptors)} descriptors came",))
-                    handle = checked(
+                    mapping.handles[peer] = checked(
                         "cuMemImportFromShareableHandle", cu.cuMemImportFromShareableHandle(descriptors[0], _POSIX)
                     )
-                    mapping.handles[peer] = [(handle, self.stride_bytes)]
                 except Unsupported as error:
                     reasons.append(f"memory of rank {peer}: {error.reasons[0]}")
         finally:
@@ -116,7 +114,7 @@ class SymmetricMemory:
             for descriptors in received.values():
                 for other in descriptors:
                     os.close(other)
-        agree(comm, "; ".join(reasons) or None)
+        _agree(comm, "; ".join(reasons) or None)
 
     def _zero_and_prove(self, comm: Comm) -> None:
         # On a stream of its own: the caller's may hold work that waits for another rank.
@@ -143,37 +141,23 @@ class SymmetricMemory:
                 for peer in range(self.size)
                 if seen[peer] != nonces[self.rank] ^ peer
             ]
-            agree(comm, "; ".join(reasons) or None)
+            _agree(comm, "; ".join(reasons) or None)
             words[self.rank].zero_()
             stream.synchronize()
             comm.barrier()
 
 
-class Mapping:
-    """Addresses and handles of one symmetric memory; freed when nothing refers to it any more.
-
-    Args:
-        device: the GPU that reaches all of it.
-        stride_bytes: of a row.
-        size: rows.
-
-    Attributes:
-        handles: by rank, the pieces of physical memory of its row in order, and their sizes, `stride_bytes` in all.
-        address: of row 0, once mapped.
-    """
+class _Mapping:
+    """Addresses and handles of one symmetric memory; freed when nothing refers to it any more."""
 
     def __init__(self, device: torch.device, stride_bytes: int, size: int) -> None:
         self.device = device
-        self.handles: list[list[tuple[Any, int]]] = [[] for _ in range(size)]
-        self.address = 0
-        self._mapped: list[tuple[int, int]] = []
-        self.set_stride(stride_bytes)
-
-    def set_stride(self, stride_bytes: int) -> None:
-        """Before `map`."""
         self.stride_bytes = stride_bytes
-        self.num_bytes = stride_bytes * len(self.handles)
-        self.shape = (len(self.handles), stride_bytes)
+        self.num_bytes = stride_bytes * size
+        self.shape = (size, stride_bytes)
+        self.handles: list[Any] = [None] * size
+        self.address = 0
+        self._mapped: list[int] = []
 
     def map(self) -> None:
         """Map every handle at its place, readable and writable from this rank's GPU."""
@@ -187,16 +171,14 @@ class Mapping:
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal(self.device)
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        for rank, pieces in enumerate(self.handles):
+        for rank, handle in enumerate(self.handles):
             place = self.address + rank * self.stride_bytes
-            for handle, num_bytes in pieces:
-                checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, num_bytes, 0, handle, 0))
-                self._mapped.append((place, num_bytes))
-                checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, num_bytes, [access], 1))
-                place += num_bytes
+            checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, self.stride_bytes, 0, handle, 0))
+            self._mapped.append(place)
+            checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, self.stride_bytes, [access], 1))
 
     def __del__(self) -> None:
-        if not self.address and not any(self.handles):
+        if not self.address and not any(handle is not None for handle in self.handles):
             return
         try:
             with on_device(self.device):
@@ -205,10 +187,10 @@ class Mapping:
                 # the process ends.
                 if torch.cuda.is_current_stream_capturing() or int(cu.cuCtxSynchronize()[0]) != 0:
                     return
-                for place, num_bytes in self._mapped:
-                    cu.cuMemUnmap(place, num_bytes)
-                for pieces in self.handles:
-                    for handle, _ in pieces:
+                for place in self._mapped:
+                    cu.cuMemUnmap(place, self.stride_bytes)
+                for handle in self.handles:
+                    if handle is not None:
                         cu.cuMemRelease(handle)
                 if self.address:
                     cu.cuMemAddressFree(self.address, self.num_bytes)
@@ -245,7 +227,7 @@ def _reason_of(action: Any) -> str | None:
     return None
 
 
-def agree(comm: Comm, reason: str | None) -> None:
+def _agree(comm: Comm, reason: str | None) -> None:
     """Go on if no rank has a reason against it; otherwise raise all reasons on all ranks."""
     reasons: Sequence[str | None] = comm.allgather(reason)
     told = tuple(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None)
@@ -348,7 +330,7 @@ def _forget(address: int) -> None:
 _DELETER: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)
 
 
-def tensor_of(mapping: Any) -> Tensor:
+def _tensor(mapping: Any) -> Tensor:
     """uint8 tensor of `mapping.shape` at `mapping.address` on `mapping.device`, which keeps `mapping` alive."""
     shape = (ctypes.c_int64 * 2)(*mapping.shape)
     managed = _DLManagedTensor()

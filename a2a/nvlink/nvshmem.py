@@ -25,8 +25,8 @@ from a2a import env
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh
 from a2a.errors import Unsupported
-from a2a.nvlink.driver import checked, device_uuid, on_device
-from a2a.nvlink.memory import Mapping, SymmetricMemory, agree, tensor_of
+from a2a.nvlink.driver import checked, device_uuid, on_device, ordinal
+from a2a.nvlink.memory import SymmetricMemory, _agree, _tensor
 
 LIBRARY: Final = "libnvshmem_host.so.3"
 SETTINGS: Final = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NCCL": "1"}
@@ -102,45 +102,106 @@ class NvshmemMemory(SymmetricMemory):
         self.handle_type = "nvshmem"
         self.device_uuids = tuple(comm.allgather(device_uuid(device)))
         with on_device(device):
-            agree(comm, library_reason())
+            _agree(comm, library_reason())
             library = _load()
             places = _join(library, comm)
             wanted = -(-num_bytes // _PIECE_BYTES) * _PIECE_BYTES
             buffer = library.nvshmem_malloc(wanted)
-            agree(comm, None if buffer else f"nvshmem_malloc({wanted} bytes) failed: see NVSHMEM_MAX_MEMORY_PER_GPU")
+            _agree(comm, None if buffer else f"nvshmem_malloc({wanted} bytes) failed: see NVSHMEM_MAX_MEMORY_PER_GPU")
             mapping, offset, reason = self._mapped_again(library, buffer, wanted, places)
-            agree(comm, reason)
+            _agree(comm, reason)
             offsets: list[tuple[int, int]] = comm.allgather((offset, mapping.stride_bytes))
             differ = len(set(offsets)) > 1
-            agree(comm, f"the buffer lies at {offsets[self.rank]} of its piece of the heap" if differ else None)
+            _agree(comm, f"the buffer lies at {offsets[self.rank]} of its piece of the heap" if differ else None)
             self.stride_bytes = mapping.stride_bytes
             self.address = mapping.address + offset
-            self.tensor = tensor_of(mapping)[:, offset : offset + wanted]
+            self.tensor = _tensor(mapping)[:, offset : offset + wanted]
             self._zero_and_prove(comm)
+
+    def release(self) -> None:
+        """Refused: the heap is NVSHMEM's.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(transport="nvshmem", reasons=("memory of NVSHMEM's heap cannot be given back and restored",))
 
     def _mapped_again(
         self, library: Any, buffer: int, num_bytes: int, places: list[int]
-    ) -> tuple[Mapping, int, str | None]:
+    ) -> tuple[_Rows, int, str | None]:
         """Rows that hold every rank's buffer, where in a row it starts, and why this could not be done."""
         offset = 0
-        mapping = Mapping(self.device, 0, self.size)
+        mapping = _Rows(self.device)
         try:
             for rank, place in enumerate(places):
                 there = library.nvshmem_ptr(buffer, place)
                 if not there:
                     raise Unsupported(transport="nvshmem", reasons=(f"the heap of rank {rank} is not mapped here",))
                 pieces, starts_at = _pieces(there, num_bytes)
-                mapping.handles[rank] = pieces
+                mapping.pieces.append(pieces)
                 offset = starts_at if rank == self.rank else offset
-            lengths = {sum(size for _, size in pieces) for pieces in mapping.handles}
-            if len(lengths) > 1:
-                reason = f"pieces of the heap differ in size: {sorted(lengths)}"
-                raise Unsupported(transport="nvshmem", reasons=(reason,))
-            mapping.set_stride(lengths.pop())
             mapping.map()
         except Unsupported as error:
             return mapping, offset, error.reasons[0]
         return mapping, offset, None
+
+
+class _Rows:
+    """Pieces of memory of every rank, mapped side by side; unmapped when nothing refers to it any more.
+
+    Attributes:
+        pieces: by rank, handles of its physical memory in order, and their sizes; as much for each rank.
+        address, stride_bytes, shape: of the rows, once mapped.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pieces: list[list[tuple[Any, int]]] = []
+        self.address = self.stride_bytes = 0
+        self.shape = (0, 0)
+        self._mapped: list[tuple[int, int]] = []
+
+    def map(self) -> None:
+        """Map every piece at its place, readable and writable from this rank's GPU."""
+        lengths = {sum(size for _, size in pieces) for pieces in self.pieces}
+        if len(lengths) != 1:
+            reason = f"pieces of the heap differ in size: {sorted(lengths)}"
+            raise Unsupported(transport="nvshmem", reasons=(reason,))
+        self.stride_bytes = lengths.pop()
+        self.shape = (len(self.pieces), self.stride_bytes)
+        total = self.shape[0] * self.stride_bytes
+        reserved = cu.cuMemAddressReserve(total, 0, 0, 0)
+        self.address = int(checked(f"cuMemAddressReserve({total} bytes)", reserved))
+        access = cu.CUmemAccessDesc()
+        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = ordinal(self.device)
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        place = self.address
+        for rank, pieces in enumerate(self.pieces):
+            for handle, size in pieces:
+                checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, size, 0, handle, 0))
+                self._mapped.append((place, size))
+                checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, size, [access], 1))
+                place += size
+
+    def __del__(self) -> None:
+        if not any(self.pieces):
+            return
+        try:
+            with on_device(self.device):
+                # As for nvlink's own mapping: what kernels may still use, or a capture would be voided by, stays.
+                if torch.cuda.is_current_stream_capturing() or int(cu.cuCtxSynchronize()[0]) != 0:
+                    return
+                for place, size in self._mapped:
+                    cu.cuMemUnmap(place, size)
+                for pieces in self.pieces:
+                    for handle, _ in pieces:
+                        cu.cuMemRelease(handle)
+                if self.address:
+                    cu.cuMemAddressFree(self.address, self.shape[0] * self.stride_bytes)
+        except (RuntimeError, AttributeError, TypeError):
+            # The interpreter or the driver is shutting down, which frees all of it.
+            return
 
 
 def _join(library: Any, comm: Comm) -> list[int]:
@@ -151,7 +212,7 @@ def _join(library: Any, comm: Comm) -> list[int]:
         env.default(SETTINGS)
         unique = _UniqueId(version=(1 << 16) + ctypes.sizeof(_UniqueId))
         status = library.nvshmemx_get_uniqueid(ctypes.byref(unique)) if rank == 0 else 0
-        agree(comm, f"nvshmemx_get_uniqueid: {status}" if status else None)
+        _agree(comm, f"nvshmemx_get_uniqueid: {status}" if status else None)
         unique = _UniqueId.from_buffer_copy(comm.bcast(bytes(unique)))
         attributes = _InitAttributes(version=(1 << 16) + ctypes.sizeof(_InitAttributes))
         attributes.args.version = (1 << 16) + ctypes.sizeof(_InitArgs)
@@ -159,7 +220,7 @@ def _join(library: Any, comm: Comm) -> list[int]:
             (1 << 16) + ctypes.sizeof(_UniqueIdArgs), ctypes.pointer(unique), rank, size
         )
         status = library.nvshmemx_hostlib_init_attr(_WITH_UNIQUE_ID, ctypes.byref(attributes))
-        agree(comm, f"nvshmemx_hostlib_init_attr: {status}" if status else None)
+        _agree(comm, f"nvshmemx_hostlib_init_attr: {status}" if status else None)
         up = True
     numbers: list[tuple[bool, int, int]] = comm.allgather(
         (up, library.nvshmem_my_pe() if up else -1, library.nvshmem_n_pes() if up else -1)
@@ -167,7 +228,7 @@ def _join(library: Any, comm: Comm) -> list[int]:
     places = [place for _, place, _ in numbers]
     # Its heap grows by all of its ranks together.
     fits = all(each for each, _, _ in numbers) and {total for _, _, total in numbers} == {size}
-    agree(comm, None if fits and len(set(places)) == size else f"NVSHMEM is up for other ranks: {numbers[rank]}")
+    _agree(comm, None if fits and len(set(places)) == size else f"NVSHMEM is up for other ranks: {numbers[rank]}")
     return places
 
 

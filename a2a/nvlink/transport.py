@@ -124,13 +124,13 @@ class NvlinkTransport(Transport):
         self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         phases = (*_DECLINED.values(), *_FACTS.values(), _PLAYED, _READY)
         self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
-        memory = self.memory_class()(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
-        self.workspace = memory.tensor[:, : layout.num_bytes]
-        places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
+        self._memory = self.memory_class()(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
+        self.workspace = self._memory.tensor[:, : layout.num_bytes]
+        places = list(zip(self._memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
         problem: A2AError | None = None
         try:
             found = find_tuning(arch_of(device), Env.read().tuning)
-            probe = LineProbe(memory)
+            probe = LineProbe(self._memory)
         except (CompileError, ConfigError, Unsupported) as error:
             problem = error
         tables = gather(comm, None if problem is not None else (found.tuning.name, found.tuning.digest), problem)
@@ -385,7 +385,7 @@ class NvlinkTransport(Transport):
                 self._thread.join()
             self._mesh.close()
             self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8, device=self.workspace.device)
-            del self._exchange
+            del self._exchange, self._memory
 
     def __del__(self) -> None:
         stop: threading.Event | None = getattr(self, "_stop", None)

@@ -160,11 +160,11 @@ class _Memory:
 
 @needs_compiler
 def test_views_keep_the_mapping_alive() -> None:
-    from a2a.nvlink.memory import tensor_of
+    from a2a.nvlink.memory import _tensor
 
     memory = _Memory()
     alive = weakref.ref(memory)
-    tensor = tensor_of(memory)
+    tensor = _tensor(memory)
     del memory
     view = tensor[1, 4:8].view(torch.int32)
     del tensor
@@ -178,12 +178,12 @@ def test_views_keep_the_mapping_alive() -> None:
 
 @needs_compiler
 def test_reasons_of_all_ranks_are_raised_on_each() -> None:
-    from a2a.nvlink.memory import agree
+    from a2a.nvlink.memory import _agree
 
     class Two(Alone):
         def allgather(self, item: object) -> list[object]:
             return [item, "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"]
 
     with pytest.raises(Unsupported, match="rank 1: cuMemCreate"):
-        agree(Two(), None)
-    agree(Alone(), None)
+        _agree(Two(), None)
+    _agree(Alone(), None)
