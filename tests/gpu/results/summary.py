@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-OURS, LIMIT, GATHER = "a2a", "copy", "ag-rs"
+OURS, LIMIT = "a2a", "copy"
 Row = Mapping[str, Any]
 
 HEAD = """\
