@@ -391,7 +391,7 @@ class Exchange:
         self, kernel: Kernel, point: Point, num_bytes: int, most: int, num_sms: int | None, fused: bool
     ) -> None:
         threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
-        threads = min(threads_of_row, point.threads)
+        threads = min(threads_of_row, point.threads, kernel.max_threads)
         if fused:
             columns, shared = 1, -(-num_bytes // 16) * 16
         else:
@@ -402,9 +402,10 @@ class Exchange:
 
     def _bulk_shape(self, kernel: Kernel, point: Point, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
         wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
-        num_blocks = min(wanted, self._max_resident(kernel, point.threads, 0, None), MAX_CTAS)
-        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (point.threads // 32 - 1))
-        kernel.shape((num_blocks, 1), point.threads, 0)
+        threads = min(point.threads, kernel.max_threads)
+        num_blocks = min(wanted, self._max_resident(kernel, threads, 0, None), MAX_CTAS)
+        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (threads // 32 - 1))
+        kernel.shape((num_blocks, 1), threads, 0)
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
         key = (kernel, threads, shared)

@@ -48,6 +48,8 @@ FUSED = Quantize(wire_format("mxfp8"), 0, None)
 class Recorder:
     """In place of a loaded kernel: keeps what each launch would pass."""
 
+    max_threads = 512
+
     def __init__(self, name: str, kind: type[ctypes.Structure], launches: list[Any]) -> None:
         self.name, self.parameters, self.prepared, self._launches = name, kind(), None, launches
         self._shape: Any = None
