@@ -1,4 +1,4 @@
-"""cli: the command line: bench, check, plan, doctor, presets.
+"""cli: the command line: bench, check, tune, plan, doctor, presets.
 
 Owns words, defaults, exit codes and how ranks are started for a command. Refuses to measure or check anything itself;
 what is heavy is imported when a command needs it.
@@ -20,6 +20,7 @@ from a2a.errors import A2AError, ConfigError, Unsupported
 if TYPE_CHECKING:
     from a2a.bench.check import Check
     from a2a.bench.sweep import Sweep
+    from a2a.bench.tune import Tune
 
 OK: Final = 0
 FAILED: Final = 1
@@ -31,6 +32,10 @@ _LAST_WORDS_S: Final = 0.5
 _SHOWN_FAILURES: Final = 20
 _DEFAULT_CHECK_ROUNDS: Final = 50
 _DEFAULT_CHECK_RANKS: Final = 4
+_TUNED_PRESET: Final = "deepseek-v3"
+_TUNED_TOKENS: Final = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
+_TUNED_FORMATS: Final = ("bf16", "mxfp8")
+_DEFAULT_TUNE_BUDGET_S: Final = 180.0
 _DEFAULT_TIMEOUT_S: Final = 3600.0
 
 _EXAMPLES: Final = """\
@@ -54,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = {
             "bench": _bench,
             "check": _check,
+            "tune": _tune,
             "plan": _plan,
             "doctor": _doctor,
             "presets": _presets,
@@ -121,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     bench.add_argument(
         "--peer", action="extend", type=_words, metavar="NAME",
-        help="also time another implementation: torch-a2a, ag-rs, mpi, memcpy or copy (limits); may be repeated",
+        help="also time another: torch-a2a, ag-rs, mpi, flashinfer, memcpy or copy (limits); may be repeated",
     )  # fmt: skip
     bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default), token")
     bench.add_argument("--payload-in-workspace", type=_switches, default=(True,), metavar="yes|no",
@@ -143,6 +149,27 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--fault", metavar="F", help="plant drop-row or flip-byte, which must end in exit code 1")
     check.add_argument("--kill-rank", type=int, metavar="R", help="end rank R by SIGKILL, with --kill-at")
     check.add_argument("--kill-at", metavar="POINT", help="the point of a round at which it ends, as dispatch.write")
+
+    tune = add(
+        "tune",
+        "find regimes and launch shapes on the GPUs at hand, and write the table of them",
+        "Time every launch shape at every size, dispatch and combine in turn, in a CUDA graph, the slowest rank\n"
+        "counting. Every shape's sums are compared. The table goes to --output; A2A_TUNING=FILE takes it,\n"
+        "configs/tuning ships it.",
+    )
+    add_ranks(tune, "default: one per GPU")
+    tune.add_argument("--preset", default=_TUNED_PRESET, metavar="NAME", help="whose shapes (default %(default)s)")
+    tune.add_argument("--tokens", type=_counts, default=_TUNED_TOKENS, metavar="N,N",
+                      help="tokens per rank (default 1 to 8192)")  # fmt: skip
+    tune.add_argument("--wire-format", type=_words, default=_TUNED_FORMATS, metavar="F,F",
+                      help="default bf16,mxfp8: rows that are copied, and rows that dispatch quantises")  # fmt: skip
+    tune.add_argument(
+        "--routing", type=_words, default=("uniform",), metavar="R,R", help="as in bench (default uniform)"
+    )
+    tune.add_argument("--row-order", type=_words, default=("compact",), metavar="O", help="compact (default) or token")
+    tune.add_argument("--budget-s", type=float, default=_DEFAULT_TUNE_BUDGET_S, metavar="S",
+                      help="no further shape is tried after that (default %(default).0f)")  # fmt: skip
+    tune.add_argument("--output", metavar="FILE", help="write the table to FILE, TOML; it is printed in any case")
 
     plan = add(
         "plan",
@@ -171,9 +198,11 @@ def _parser() -> argparse.ArgumentParser:
 def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from a2a.bench.peers import peer
 
-    sweep, ranks = _sweep_of(options)
+    sweep, ranks = _sweep_of(options, arguments)
     for name in sweep.peers:
-        peer(name)
+        refusal = peer(name).refusal()
+        if refusal is not None:
+            raise Unsupported(transport=name, reasons=(refusal,))
     return _on_ranks("bench", sweep, options, arguments, ranks, needs_mpi="mpi" in sweep.peers)
 
 
@@ -194,6 +223,38 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         kill_at=options.kill_at,
     )
     return _on_ranks("check", asked, options, arguments, options.ranks or _DEFAULT_CHECK_RANKS, needs_mpi=False)
+
+
+def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    import torch
+
+    from a2a.bench.sweep import Sweep
+    from a2a.bench.tune import Tune
+    from a2a.config import model_preset
+
+    if not torch.cuda.is_available():
+        raise Unsupported(transport="nvlink", reasons=("there is nothing to tune without GPUs",))
+    _refuse_words("wire-format", options.wire_format, _known_formats())
+    _refuse_words("row-order", options.row_order, _known_orders())
+    if min(options.tokens) < 1:
+        raise ConfigError(what="tokens", got=min(options.tokens), wanted="at least 1")
+    sweep = Sweep(
+        preset=model_preset(options.preset),
+        tokens=options.tokens,
+        wire_formats=options.wire_format,
+        routings=options.routing,
+        row_orders=options.row_order,
+        payloads_in_workspace=(True,),
+        peers=(),
+        rounds=1,
+        transport="nvlink" if options.transport == "auto" else options.transport,
+        modes=("graph",),
+        seed=options.seed,
+        num_sms=None,
+        rounds_per_graph=None,
+    )
+    asked = Tune(sweep, options.budget_s, options.output)
+    return _on_ranks("tune", asked, options, arguments, options.ranks or torch.cuda.device_count(), needs_mpi=False)
 
 
 def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -248,9 +309,7 @@ def _doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     diagnosis = diagnose()
     if options.json != "-":
-        rows = [
-            [each.topic, {True: "yes", False: "NO", None: ""}[each.ok], each.text] for each in diagnosis.findings
-        ]
+        rows = [[each.topic, {True: "yes", False: "NO", None: ""}[each.ok], each.text] for each in diagnosis.findings]
         width = max(len(row[0]) for row in rows)
         for topic, works, text in rows:
             print(f"{topic:{width}}  {works:3}  {text}".rstrip())
@@ -299,11 +358,10 @@ def _presets(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return OK
 
 
-def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
+def _sweep_of(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Sweep, int]:
     """The sweep that options and plan describe, and how many local ranks run it."""
     from a2a.bench.sweep import Sweep
-    from a2a.config import MAIN_BENCH_PLAN, ROW_ORDERS, bench_plan, model_preset
-    from a2a.quant import WIRE_FORMATS
+    from a2a.config import MAIN_BENCH_PLAN, bench_plan, model_preset
 
     _refuse_transport(options.transport)
     plan = bench_plan(options.config or MAIN_BENCH_PLAN)
@@ -326,13 +384,10 @@ def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
         seed=options.seed,
         num_sms=options.num_sms,
         rounds_per_graph=options.rounds_per_graph,
+        arguments=tuple(arguments),
     )
-    for name in sweep.wire_formats:
-        if name not in (*WIRE_FORMATS, "preset"):
-            raise ConfigError(what="wire-format", got=name, wanted="one of " + ", ".join((*WIRE_FORMATS, "preset")))
-    for order in sweep.row_orders:
-        if order not in ROW_ORDERS:
-            raise ConfigError(what="row-order", got=order, wanted="one of " + ", ".join(ROW_ORDERS))
+    _refuse_words("wire-format", sweep.wire_formats, _known_formats())
+    _refuse_words("row-order", sweep.row_orders, _known_orders())
     for mode in options.mode:
         if mode not in ("eager", "graph"):
             raise ConfigError(what="mode", got=mode, wanted="eager or graph")
@@ -341,6 +396,24 @@ def _sweep_of(options: argparse.Namespace) -> tuple[Sweep, int]:
     if "graph" in options.mode:
         _refuse_graphs(options.transport)
     return sweep, options.ranks or plan.ranks
+
+
+def _known_formats() -> tuple[str, ...]:
+    from a2a.quant import WIRE_FORMATS
+
+    return (*WIRE_FORMATS, "preset")
+
+
+def _known_orders() -> tuple[str, ...]:
+    from a2a.config import ROW_ORDERS
+
+    return ROW_ORDERS
+
+
+def _refuse_words(what: str, words: Sequence[str], known: Sequence[str]) -> None:
+    for word in words:
+        if word not in known:
+            raise ConfigError(what=what, got=word, wanted="one of " + ", ".join(known))
 
 
 def _refuse_graphs(transport: str) -> None:
@@ -368,7 +441,7 @@ def _refuse_transport(name: str) -> None:
 
 def _on_ranks(
     command: str,
-    task: Sweep | Check,
+    task: Sweep | Check | Tune,
     options: argparse.Namespace,
     arguments: Sequence[str],
     ranks: int,
@@ -432,7 +505,7 @@ def _on_ranks(
     return code
 
 
-def _launched_rank(command: str, task: Sweep | Check, json: str | None, launcher: str, debug: bool) -> int:
+def _launched_rank(command: str, task: Sweep | Check | Tune, json: str | None, launcher: str, debug: bool) -> int:
     from a2a.bench.check import story
     from a2a.comm import detect
 
@@ -464,7 +537,7 @@ def _under_mpiexec(arguments: Sequence[str], ranks: int) -> int:
 
 
 def rank_main(command: str, task: Any, json: str | None, launcher: str) -> int:
-    """One rank of `bench` or `check`; rank 0 prints. Returns the exit code, the same on every rank."""
+    """One rank of `bench`, `check` or `tune`; rank 0 prints. Returns the exit code, the same on every rank."""
     import torch
 
     from a2a.comm import resolve
@@ -488,6 +561,8 @@ def rank_main(command: str, task: Any, json: str | None, launcher: str) -> int:
     if torch.cuda.is_available():
         # Ranks of a machine take its GPUs in turn.
         torch.cuda.set_device(comm.Get_rank() % torch.cuda.device_count())
+    if command == "tune":
+        return _tune_rank(task, comm, json, launcher, threads)
     run = _bench_rank if command == "bench" else _check_rank
     return run(task, comm, json, launcher, threads)
 
@@ -516,11 +591,38 @@ def _bench_rank(sweep: Sweep, comm: Any, json: str | None, launcher: str, thread
                 "seed": sweep.seed,
                 "num_sms": sweep.num_sms,
                 "rounds_per_graph": sweep.rounds_per_graph,
+                "arguments": list(sweep.arguments),
             }
             environment = report.environment(comm.Get_size(), launcher, threads)
             document = {"environment": environment, "workload": workload, "rows": rows}
             report.write_json(json, {"command": "bench", **document})
     return OK if all(row["exact"] is True for row in rows) else FAILED
+
+
+def _tune_rank(asked: Tune, comm: Any, json: str | None, launcher: str, threads: int) -> int:
+    from a2a.bench import report
+    from a2a.bench.tune import rows_of, tune
+
+    rank = comm.Get_rank()
+    with report.progress("tune", asked.sweep.num_cases, rank == 0) as on_size:
+        found = tune(asked.sweep, comm, asked.budget_s, on_size)
+    if rank == 0:
+        if asked.output is not None:
+            with open(asked.output, "w", encoding="utf-8") as file:
+                file.write(found.tuning.text())
+        if json != "-":
+            print(found.tuning.text(), end="")
+            for size in found.skipped:
+                print(f"# skipped, the time was over: {size}")
+        if json:
+            document = {
+                "environment": report.environment(comm.Get_size(), launcher, threads),
+                "trials": rows_of(found),
+                "skipped": list(found.skipped),
+                "table": found.tuning.text(),
+            }
+            report.write_json(json, {"command": "tune", **document})
+    return OK
 
 
 def _check_rank(asked: Check, comm: Any, json: str | None, launcher: str, threads: int) -> int:

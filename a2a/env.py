@@ -28,12 +28,17 @@ class Env:
         transport: A2A_TRANSPORT, the transport that `transport="auto"` takes; default None, the choice is free.
         local_store: A2A_LOCAL_STORE, the unix socket at which ranks of one machine meet; set by the local spawn for
             its ranks, not by users; default None.
+        tuning: A2A_TUNING, a file that `a2a tune` wrote, taken instead of the shipped table of launch shapes; the same
+            contents on every rank; default None.
+        commit: A2A_COMMIT, commit of the code that runs, for reports from a copy that is no checkout; default None.
     """
 
     startup_timeout_s: float = 300.0
     timeout_s: float = 30.0
     transport: str | None = None
     local_store: str | None = None
+    tuning: str | None = None
+    commit: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
@@ -58,6 +63,8 @@ class Env:
             timeout_s=_seconds(given, "A2A_TIMEOUT_S", cls.timeout_s),
             transport=_text(given, "A2A_TRANSPORT"),
             local_store=_text(given, "A2A_LOCAL_STORE"),
+            tuning=_text(given, "A2A_TUNING"),
+            commit=_text(given, "A2A_COMMIT"),
         )
 
 
@@ -70,6 +77,12 @@ def replace(variables: Mapping[str, str]) -> None:
     """Makes `variables` the whole environment of this process: how a spawned rank gets its own."""
     os.environ.clear()
     os.environ.update(variables)
+
+
+def default(variables: Mapping[str, str]) -> None:
+    """Sets those of `variables` that this process has not, for libraries that read them when they start."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def _text(given: Mapping[str, str], name: str) -> str | None:

@@ -20,8 +20,10 @@ from a2a.layout import WorkspaceLayout
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout, WireFormat
 
-TRANSPORTS: Final = ("nvlink", "host")
-"""Names in the order in which `auto` tries them; `a2a.<name>.transport.TRANSPORT` is the class."""
+AUTOMATIC: Final = ("nvlink", "host")
+"""Names in the order in which `auto` tries them."""
+TRANSPORTS: Final = (*AUTOMATIC, "nvshmem")
+"""All names; `a2a.<name>.transport.TRANSPORT` is the class."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,12 +232,12 @@ def choose(requested: str, config: ExchangeConfig, comm: Comm) -> Choice:
     """Find a transport that serves `config` on every rank of `comm`. Collective; the answer is the same everywhere.
 
     Args:
-        requested: a name, or "auto" for the first of `TRANSPORTS` that can.
+        requested: a name, or "auto" for the first of `AUTOMATIC` that can.
 
     Raises:
         Unsupported: with every reason of every rank.
     """
-    names = TRANSPORTS if requested == "auto" else (requested,)
+    names = AUTOMATIC if requested == "auto" else (requested,)
     why: list[str] = []
     refused: list[str] = []
     for name in names:

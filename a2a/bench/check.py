@@ -353,9 +353,7 @@ class _Round:
         scales = [] if form.scales_dtype is None else [form.neutral_scale_byte]
         return [0, *scales, 0, 0]
 
-    def _compare_dispatch(
-        self, context: RoundContext, views: list[Tensor], want: reference.RankReceipt
-    ) -> list[str]:
+    def _compare_dispatch(self, context: RoundContext, views: list[Tensor], want: reference.RankReceipt) -> list[str]:
         wrong = []
         for index, (view, block) in enumerate(zip(views, want.payloads, strict=True)):
             if want.scrubbed[index]:

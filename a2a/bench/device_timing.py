@@ -4,8 +4,9 @@ Owns what a figure of a GPU means. Refuses to know what is timed.
 
 Eager: rounds follow each other without a host barrier, as layers do; events before dispatch, between dispatch and
 combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
-one round's share; outputs are poisoned before every replay and compared after it. Either way a round is as slow as its
-slowest rank.
+one round's share; outputs are poisoned before every replay and compared after it. The phases of a round in a graph have
+a graph of their own, with events between them, which keep kernels apart that otherwise overlap: dispatch and combine
+together are slower there than the pair. Either way a round is as slow as its slowest rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from a2a.bench.implementation import Implementation, tensor_difference
 from a2a.bench.timing import Stamps
 
 _EVENTS = 3
+_PHASED_ROUNDS = 8
+"""Of a graph with events between phases; its first round, to which ranks come apart, is not counted."""
 
 
 def time_eager_rounds(
@@ -76,7 +79,7 @@ def time_replays(
     rounds_per_graph: int,
     barrier: Callable[[], None],
     on_round: Callable[[], None],
-) -> tuple[Mapping[str, Stamps], Mapping[str, str]]:
+) -> tuple[Mapping[str, Stamps], Mapping[str, Stamps], Mapping[str, str]]:
     """Time `replays` replays of a graph of `rounds_per_graph` rounds of every implementation on this rank.
 
     Args:
@@ -85,12 +88,13 @@ def time_replays(
         barrier: of hosts and devices, called before every replay.
 
     Returns:
-        Stamps per replay, of a mean round, dispatch and combine not told apart; and what a replay got wrong, or an
-        empty string.
+        Stamps per replay, of a mean round, dispatch and combine not told apart; stamps of rounds with events between
+        phases; and what a replay got wrong, or an empty string.
     """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for each in implementations:
+        each.settle()
         barrier()
         each.dispatch()
         wanted = each.combine().clone()
@@ -122,8 +126,31 @@ def time_replays(
             stamps[name].append((0.0, 0.0, share))
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
-    return {name: np.array(rows) for name, rows in stamps.items()}, wrong
+    phased = {each.name: _time_phases(each, replays, barrier) for each in implementations}
+    return {name: np.array(rows) for name, rows in stamps.items()}, phased, wrong
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _time_phases(each: Implementation, replays: int, barrier: Callable[[], None]) -> Stamps:
+    graph = torch.cuda.CUDAGraph()
+    events = [[_event(external=True) for _ in range(_EVENTS)] for _ in range(_PHASED_ROUNDS)]
+    barrier()
+    with torch.cuda.graph(graph):
+        for before, between, after in events:
+            before.record()
+            each.dispatch()
+            between.record()
+            each.combine()
+            after.record()
+    stamps = []
+    for _ in range(replays):
+        barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        first = events[0][0]
+        stamps += [[first.elapsed_time(event) * 1e-3 for event in of_round] for of_round in events[1:]]
+    return np.array(stamps)
+
+
+def _event(external: bool = False) -> torch.cuda.Event:
+    # One that is recorded in a capture and read by the host must be external to it.
+    return torch.cuda.Event(enable_timing=True, external=external)  # type: ignore[no-untyped-call]

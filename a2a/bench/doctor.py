@@ -21,14 +21,16 @@ from typing import Any, Final
 
 from a2a import env
 from a2a.bench.report import installed
-from a2a.comm import detect
+from a2a.comm import detect, spawn
 from a2a.comm.launcher import without_launchers
 from a2a.comm.protocol import SingleComm
 from a2a.config import ExchangeConfig
 from a2a.errors import A2AError
-from a2a.transport import TRANSPORTS, transport_class
+from a2a.nvlink.tuning import find_tuning
+from a2a.transport import AUTOMATIC, TRANSPORTS, transport_class
 
 _PROBE_TIMEOUT_S: Final = 20
+_LINES_TIMEOUT_S: Final = 60.0
 _WORD: Final = b"a2a was here"
 _VERSIONS: Final = (
     "a2a", "torch", "numpy", "numba", "mpi4py", "mpich", "openmpi", "rich", "cuda-core", "cuda-bindings",
@@ -91,11 +93,11 @@ def diagnose() -> Diagnosis:
         _launcher(),
     ]
     transports = {name: tuple(_reasons(name, findings)) for name in TRANSPORTS}
-    chosen = next((name for name, reasons in transports.items() if not reasons), None)
+    chosen = next((name for name in AUTOMATIC if not transports[name]), None)
     for name, reasons in transports.items():
         text = "can serve" if not reasons else "cannot serve: " + "; ".join(reasons)
         findings.append(Finding(f"transport {name}", not reasons, text))
-    why = f"{chosen}: the first of {', '.join(TRANSPORTS)} that can serve here" if chosen else "no transport works here"
+    why = f"{chosen}: the first of {', '.join(AUTOMATIC)} that can serve here" if chosen else "no transport works here"
     findings.append(Finding("auto would choose", chosen is not None, why))
     return Diagnosis(tuple(findings), transports, chosen)
 
@@ -187,7 +189,53 @@ def _devices(torch: Any) -> list[Finding]:
         Finding("GPUs", None, f"{count}: " + ", ".join(names)),
         Finding("peer access", open_pairs == pairs if pairs else None, f"{len(open_pairs)} of {len(pairs)} pairs"),
         *_handle_types(torch.device("cuda", 0)),
+        *_lines(count),
+        _launch_shapes("sm_{}{}".format(*torch.cuda.get_device_capability(0))),
     ]
+
+
+def _lines(count: int) -> list[Finding]:
+    """Whether the lines of nvlink's small regime arrive whole, between a rank on each GPU."""
+    topic = "128-byte lines"
+    if count < 2 or installed("cuda-bindings") is None:
+        return [Finding(topic, None, "not tried: it takes two GPUs and cuda-bindings")]
+    try:
+        whole, text = spawn.run(_probe_lines, count, timeout_s=_LINES_TIMEOUT_S)[0]
+    except (A2AError, RuntimeError) as error:
+        return [Finding(topic, False, str(error))]
+    return [Finding(topic, whole, f"tried: {text}")]
+
+
+def _probe_lines() -> tuple[bool, str]:
+    """Body of one rank."""
+    import torch
+
+    from a2a.comm import resolve
+    from a2a.comm.mesh import Mesh
+
+    comm = resolve(None, timeout_s=_PROBE_TIMEOUT_S)
+    device = torch.device("cuda", comm.Get_rank())
+    torch.cuda.set_device(device)
+    mesh = Mesh(comm, (), timeout_s=_PROBE_TIMEOUT_S)
+    try:
+        memory = importlib.import_module("a2a.nvlink.memory").SymmetricMemory(
+            1, device, comm, mesh, timeout_s=_PROBE_TIMEOUT_S
+        )
+        lines = importlib.import_module("a2a.nvlink.probe").LineProbe(memory).run(comm)
+        return lines.whole, lines.text()
+    finally:
+        comm.barrier()
+        mesh.close()
+
+
+def _launch_shapes(arch: str) -> Finding:
+    """Which table of regimes and launch shapes serves a GPU."""
+    topic = "launch shapes"
+    try:
+        found = find_tuning(arch, env.Env.read().tuning)
+    except A2AError as error:
+        return Finding(topic, False, str(error))
+    return Finding(topic, None, f"{arch}: {found.why} ({found.tuning.source})")
 
 
 def _handle_types(device: Any) -> list[Finding]:

@@ -14,6 +14,7 @@ from a2a.alltoall import Dispatched, MoeAlltoAll
 from a2a.bench.implementation import Case, Experts, Implementation, Received
 from a2a.comm import Comm
 from a2a.errors import StateError
+from a2a.transport import Transport
 
 
 def build(case: Case, comm: Comm, name: str) -> MoeAlltoAll:
@@ -48,6 +49,16 @@ class Exchange(Implementation):
         self._payload = (
             None if case.payload_in_workspace else torch.zeros(shape, dtype=case.row_dtype, device=case.device)
         )
+
+    @property
+    def moe(self) -> MoeAlltoAll:
+        """The object that is timed."""
+        return self._moe
+
+    @property
+    def mover(self) -> Transport:
+        """The transport object under it."""
+        return self._moe._shared.transport
 
     @property
     def transport(self) -> str:

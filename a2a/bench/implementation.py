@@ -85,7 +85,12 @@ class Case:
         """float32 `[n, k]` of this rank, on the case's device."""
         return self.workload.topk_weights[self.ep_rank].to(self.device)
 
-    @property
+    @functools.cached_property
+    def expected(self) -> dict[tuple[str, int], Received]:
+        """What is known already of what dispatches must bring, by rows and seed."""
+        return {}
+
+    @functools.cached_property
     def on_host(self) -> Case:
         """The same case with its tensors on the CPU, where expectations are made."""
         return self if self.device == _CPU else dataclasses.replace(self, device=_CPU)
@@ -168,6 +173,11 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def __init__(self, case: Case, comm: Comm) -> None: ...
 
+    @classmethod
+    def refusal(cls) -> str | None:
+        """Why this machine cannot run it at all, or None. Not collective; takes nothing."""
+        return None
+
     @property
     @abc.abstractmethod
     def transport(self) -> str:
@@ -194,6 +204,13 @@ class Implementation(abc.ABC):
     def fill(self, experts: Experts) -> None:
         """Write the experts' output for the received rows where combine takes it. Not timed."""
 
+    def settle(self) -> None:
+        """Make what combine reads right for rounds to come, too, where rows may change their slots. Not timed.
+
+        Called before rounds are repeated and their sums compared; what is not filled by slots need do nothing.
+        """
+        return
+
     @abc.abstractmethod
     def combine(self) -> Tensor:
         """Return the sum over ranks of each token's expert rows, `[n, H]`."""
@@ -210,10 +227,19 @@ def random_rows(case: Case, rank: int, seed: int) -> Tensor:
 
 
 def integer_rows(case: Case, rank: int, seed: int) -> Tensor:
-    """Rows of integers in 1..3: sums over 64 ranks stay exact in bf16 whatever the order (see `integer_experts`)."""
+    """Rows of integers that every wire format carries exactly, and whose sums over 36 ranks are exact in bf16 whatever
+    the order (see `integer_experts`).
+
+    1 to 3, with a 3 in every block of 16 elements; for fp8_block, whose scale is the largest over 448, a 448 in every
+    block of 128.
+    """
     generator = torch.Generator().manual_seed((seed * 104_729 + rank) % 2**63)
     shape = (case.workload.num_tokens[rank], case.hidden_size)
-    return torch.randint(1, 4, shape, generator=generator).to(case.row_dtype)
+    rows = torch.randint(1, 4, shape, generator=generator)
+    rows[:, ::16] = 3
+    if case.format_name == "fp8_block":
+        rows[:, ::128] = 448
+    return rows.to(case.row_dtype)
 
 
 def random_experts(rows: Tensor, ep_rank: int) -> Tensor:
@@ -222,7 +248,7 @@ def random_experts(rows: Tensor, ep_rank: int) -> Tensor:
 
 
 def integer_experts(rows: Tensor, ep_rank: int) -> Tensor:
-    """The row, negated on odd ranks: tells ranks apart and cannot grow past 3 times the number of picks."""
+    """The row, negated on odd ranks: tells ranks apart and cannot grow past its largest times the number of ranks."""
     return -rows if ep_rank % 2 else rows.clone()
 
 

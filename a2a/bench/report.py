@@ -20,6 +20,8 @@ from typing import IO, Any, Final, Protocol
 
 import torch
 
+from a2a.env import Env
+
 SCHEMA: Final = 1
 _GIT_TIMEOUT_S: Final = 5
 _VERSIONED: Final = ("torch", "numpy", "numba", "mpi4py", "rich")
@@ -65,10 +67,13 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that the package runs from, "+" appended when it has changes; None outside of one."""
+    """Commit of the checkout that the package runs from, "+" appended when it has changes.
+
+    Outside of a checkout what A2A_COMMIT says, else None.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        return Env.read().commit
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -79,7 +84,7 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return Env.read().commit
 
 
 def write_json(target: str, document: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from a2a.bench.implementation import (
     Case,
     Experts,
     Implementation,
+    Received,
     difference,
     expected_integer_sums,
     expected_received,
@@ -34,7 +35,7 @@ from a2a.bench.implementation import (
 )
 from a2a.bench.peers import peer
 from a2a.bench.peers.memcpy import Memcpy
-from a2a.bench.timing import PHASES, Figures, clock_name, figures, time_rounds
+from a2a.bench.timing import PHASES, Figures, Stamps, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh
@@ -42,7 +43,7 @@ from a2a.config import ExchangeConfig, ModelPreset
 from a2a.env import Env
 from a2a.transport import choose
 
-GPU_TRANSPORTS: Final = ("nvlink",)
+GPU_TRANSPORTS: Final = ("nvlink", "nvshmem")
 DEFAULT_ROUNDS_PER_GRAPH: Final = 20
 
 Row = Mapping[str, Any]
@@ -63,6 +64,7 @@ class Sweep:
         seed: of routings and rows.
         num_sms: for GPU transports.
         rounds_per_graph: for GPU transports.
+        arguments: the command line, for the record.
     """
 
     preset: ModelPreset
@@ -78,6 +80,7 @@ class Sweep:
     seed: int
     num_sms: int | None
     rounds_per_graph: int | None
+    arguments: tuple[str, ...] = ()
 
     @property
     def num_cases(self) -> int:
@@ -192,11 +195,12 @@ def _run_mode(
     barrier: Callable[[], None],
     on_round: Callable[[], None],
 ) -> list[Row]:
-    reasons = [_check(each, case, sweep.seed, barrier) for each in implementations]
+    reasons = [checked_round(each, case, sweep.seed, barrier) for each in implementations]
     wall: Mapping[str, float] = {}
+    phased: Mapping[str, Stamps] = {}
     if mode == "graph":
         per_graph = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
-        times, bad_replays = time_replays(implementations, sweep.rounds, per_graph, barrier, on_round)
+        times, phased, bad_replays = time_replays(implementations, sweep.rounds, per_graph, barrier, on_round)
         for index, each in enumerate(implementations):
             reasons[index]["pair"] = reasons[index]["pair"] or bad_replays[each.name]
     elif case.device.type == "cuda":
@@ -205,14 +209,24 @@ def _run_mode(
         times = time_rounds(implementations, sweep.rounds, barrier, on_round)
     # Once more with other rows: what was timed must still be right.
     for index, each in enumerate(implementations):
-        for phase, reason in _check(each, case, sweep.seed + 1, barrier).items():
+        for phase, reason in checked_round(each, case, sweep.seed + 1, barrier).items():
             reasons[index][phase] = reasons[index][phase] or reason
     gathered = comm.allgather((dict(times), reasons, clock_name(), dict(wall)))
     # Devices count from an event of their own.
     one_clock = case.device.type == "cpu" and len({clock for _, _, clock, _ in gathered}) == 1
     by_name = {
-        each.name: figures([stamps[each.name] for stamps, _, _, _ in gathered], one_clock) for each in implementations
+        each.name: dict(figures([stamps[each.name] for stamps, _, _, _ in gathered], one_clock))
+        for each in implementations
     }
+    if phased:
+        # A graph is timed whole; its phases were timed in another.
+        of_phases = comm.allgather(dict(phased))
+        for name, found in by_name.items():
+            found |= {
+                phase: figure
+                for phase, figure in figures([stamps[name] for stamps in of_phases], one_clock).items()
+                if phase != "pair"
+            }
     moved = count_bytes(
         pair_counts(case.workload.topk_ids, case.placement),
         dispatch_row_bytes=case.dispatch_row_bytes,
@@ -221,8 +235,7 @@ def _run_mode(
     limits = [each.name for each in implementations if each.role == "limit"]
     rows: list[Row] = []
     for index, each in enumerate(implementations):
-        # A graph is timed whole.
-        for phase in ("pair",) if mode == "graph" else PHASES:
+        for phase in PHASES:
             wrong = [
                 f"rank {rank}: {reasons_of_rank[index][phase]}"
                 for rank, (_, reasons_of_rank, _, _) in enumerate(gathered)
@@ -233,13 +246,14 @@ def _run_mode(
             row |= {"mode": mode, "limit": limit, "limit_us": by_name[limit][phase].us_p50 if limit else None}
             if mode == "graph":
                 row["rounds_per_graph"] = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
+                row["events_between_phases"] = phase != "pair"
             if wall and phase == "pair":
                 row["us_wall"] = max(of_rank[each.name] for _, _, _, of_rank in gathered) * 1e6
             rows.append(row)
     return rows
 
 
-def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], None]) -> dict[str, str]:
+def checked_round(each: Implementation, case: Case, seed: int, barrier: Callable[[], None]) -> dict[str, str]:
     """One checked round: what is wrong in each phase, empty strings where nothing is."""
     exact_sums = each.role == "exchange" and not isinstance(each, Exchange)
     make = integer_rows if exact_sums else random_rows
@@ -251,7 +265,7 @@ def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], No
     each.dispatch()
     # Without this a limit, which signals nothing, would be looked at before its peers have written.
     barrier()
-    wrong_dispatch = difference(each.received(), expected_received(host, lambda rank: make(host, rank, seed)))
+    wrong_dispatch = difference(each.received(), _expected_received(host, make, seed))
     each.fill(experts)
     barrier()
     sums = each.combine()
@@ -264,6 +278,14 @@ def _check(each: Implementation, case: Case, seed: int, barrier: Callable[[], No
     else:
         wrong_combine = tensor_difference("sums", sums, _expected_sums(host, rows, experts))
     return {"dispatch": wrong_dispatch, "combine": wrong_combine, "pair": wrong_dispatch or wrong_combine}
+
+
+def _expected_received(case: Case, make: Callable[[Case, int, int], Tensor], seed: int) -> Received:
+    """Made once for all implementations and modes of a case: at thousands of tokens it takes longer than all rounds."""
+    key = (make.__name__, seed)
+    if key not in case.expected:
+        case.expected[key] = expected_received(case, lambda rank: make(case, rank, seed))
+    return case.expected[key]
 
 
 def _expected_sums(case: Case, rows: Tensor, experts: Experts) -> Tensor:

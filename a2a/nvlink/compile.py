@@ -81,19 +81,27 @@ def compiler_version() -> str:
 
 def _key(source: str, defines: Mapping[str, int | str], arch: str, include_path: Path) -> str:
     digest = hashlib.sha256()
-    texts = _included(source, include_path, {})
+    texts = _included(source, include_path)
     parts = (source, sorted((name, str(value)) for name, value in defines.items()), arch, sorted(texts.items()))
     digest.update(repr((*parts, compiler_version())).encode())
     return digest.hexdigest()
 
 
-def _included(source: str, directory: Path, found: dict[str, str]) -> dict[str, str]:
-    """Texts of all files that a source includes, by path, whether or not a macro leaves some out."""
-    for name in _INCLUDE.findall(source):
-        path = (directory / name).resolve()
-        if str(path) not in found and path.is_file():
-            found[str(path)] = path.read_text()
-            _included(found[str(path)], path.parent, found)
+def _included(source: str, directory: Path) -> dict[str, str]:
+    """Texts of all files that a source includes, whether or not a macro leaves some out.
+
+    By path from the including folder, so that a cache can travel between copies of the project.
+    """
+    found: dict[str, str] = {}
+    todo = [(source, directory)]
+    while todo:
+        text, where = todo.pop()
+        for name in _INCLUDE.findall(text):
+            path = (where / name).resolve()
+            key = os.path.relpath(path, directory.resolve())
+            if key not in found and path.is_file():
+                found[key] = path.read_text()
+                todo.append((found[key], path.parent))
     return found
 
 

@@ -49,6 +49,12 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def arch_of(device: torch.device) -> str:
+    """The architecture that kernels for a GPU are compiled for, such as "sm_90"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def attribute(device: torch.device, name: str) -> int:
     """A device attribute by its name without the CU_DEVICE_ATTRIBUTE_ prefix; 0 if this driver binding has none."""
     key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)

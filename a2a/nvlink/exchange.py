@@ -19,10 +19,10 @@ from a2a.config import LOW_PRECISION_BLOCK, MAX_PAYLOADS, ExchangeConfig, low_pr
 from a2a.errors import ShapeError
 from a2a.layout import ALIGNMENT, WorkspaceLayout
 from a2a.nvlink.compile import compile_kernel
+from a2a.nvlink.driver import arch_of
 from a2a.nvlink.launch import Kernel, Library
 from a2a.nvlink.params import (
     MAX_CTAS,
-    MAX_THREADS,
     OUTPUT_TYPES,
     WIRE_FORMATS,
     CombineParams,
@@ -34,6 +34,7 @@ from a2a.nvlink.params import (
     landing_tokens,
     lines,
 )
+from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.quant import quantize_blocks, swizzle_scales
 from a2a.transport import CombineCall, DispatchCall
@@ -43,8 +44,6 @@ _WORDS_STRIDE: Final = 128
 """Bytes from one context's host words to the next: a cache line of their own."""
 _LINE_THREADS: Final = 8
 """Threads that move one landing line, 16 bytes each."""
-_FEW_TOKENS: Final = 8
-_FEW_THREADS, _SMALL_THREADS, _BULK_THREADS = 64, 160, 512
 _SEGMENT_BYTES: Final = 1024
 _UNIT_BYTES: Final = 7 * 512
 """What the bulk kernels' warps have in flight at once: 7 accesses of 16 bytes per lane. The last row of a larger unit
@@ -61,10 +60,14 @@ class Exchange:
             `layout.num_bytes` long, each starting on a multiple of 128 bytes. Kept alive by this object.
         ep_rank: this rank.
         config, layout, placement: of the object, equal on all ranks.
-        small_max_tokens: largest R of the small regime, equal on all ranks.
+        tuning: table of regimes and launch shapes, equal on all ranks; None: the one shipped for this GPU.
+        small_max_tokens: largest R of the small regime, whatever the table says; None: the table decides. Equal on all
+            ranks; 0 where the machine tears lines.
         sharers: ranks of this process on this GPU, this one included; their kernels must be resident together.
 
     Attributes:
+        tuning: the table in use.
+        landing_tokens: largest R that the small regime can take.
         words: per context, what the host tells the kernels and what they record; pinned memory.
         stream: the last one used, or None.
 
@@ -81,18 +84,22 @@ class Exchange:
         layout: WorkspaceLayout,
         placement: Placement,
         *,
-        small_max_tokens: int,
+        tuning: Tuning | None = None,
+        small_max_tokens: int | None = None,
         sharers: int = 1,
     ) -> None:
         _check_workspace(workspace, config, layout)
         self.workspace = workspace
         self.device = workspace.device
+        self._arch = arch_of(self.device)
         self.ep_rank = ep_rank
         self.stream: Any = None
         self._config = config
         self._layout = layout
-        self._landing_tokens = landing_tokens(config)
-        self._small_max = min(small_max_tokens, self._landing_tokens)
+        self.landing_tokens = landing_tokens(config)
+        self.tuning = find_tuning(self._arch).tuning if tuning is None else tuning
+        self._small_max_tokens = small_max_tokens
+        self._points: dict[tuple[str, bool, object, int], Point] = {}
         self._sharers = sharers
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         contiguous = Placement.contiguous(config.num_experts, config.ep_size)
@@ -115,23 +122,37 @@ class Exchange:
         self._load_combine(config.top_k)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
-        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place."""
-        return "small" if runtime_max_tokens_per_rank <= self._small_max else "bulk"
+        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place.
+
+        Of rows as wide as the configuration's; "small, bulk" where dispatch and combine differ.
+        """
+        config, most = self._config, runtime_max_tokens_per_rank
+        fused = config.wire_format in WIRE_FORMATS
+        dispatch = self._point("dispatch", fused, (config.dispatch_bytes_per_token,), most).regime
+        combine = self._point("combine", False, (config.combine_bytes_per_token,), most).regime
+        return dispatch if dispatch == combine else f"{dispatch}, {combine}"
+
+    def tune(self, tuning: Tuning) -> None:
+        """Take another table for the launches that follow; every rank the same, between the same two rounds."""
+        self.tuning = tuning
+        self._points.clear()
+        for kernel in self._kernels.values():
+            kernel.prepared = None
 
     # ---- the two verbs ---------------------------------------------------------------------------------------------
 
     def dispatch(self, call: DispatchCall) -> None:
         """Enqueue one dispatch; no host synchronisation. See `Transport.dispatch`."""
         most = call.runtime_max_tokens_per_rank
-        small = most <= self._small_max
         ids, stats, payloads = call.topk_ids, call.eplb_local_stats, call.payloads
         n, top_k = ids.shape
         self._top_k[call.context] = top_k
         wire = call.quantize.wire_format.name if call.quantize is not None else None
-        kernel = self._dispatch_kernel("dispatch_small" if small else "dispatch_bulk", wire, top_k)
+        widths = tuple([payload.row_bytes for payload in payloads])
+        point = self._point("dispatch", wire is not None, widths, most)
+        kernel = self._dispatch_kernel("dispatch_" + point.regime, wire, top_k)
         stream = self._enter(call.stream)
         params = kernel.parameters
-        widths = tuple([payload.row_bytes for payload in payloads])
         fills = tuple([payload.fill_byte for payload in payloads])
         rows = payloads[0].rows
         rows_type = None if wire is None or rows is None else (rows.shape[1], rows.dtype)
@@ -139,7 +160,7 @@ class Exchange:
         key = (call.context, call.num_sms, shape)
         if kernel.prepared != key:
             kernel.prepared = None
-            self._prepare_dispatch(kernel, call, small)
+            self._prepare_dispatch(kernel, call, point)
             kernel.prepared = key
         for index, payload in enumerate(payloads):
             params.payload_rows[index] = 0 if payload.rows is None else payload.rows.data_ptr()
@@ -148,11 +169,11 @@ class Exchange:
         if call.quantize is not None:
             scale = call.quantize.global_scale
             params.global_scale = 0 if scale is None else scale.data_ptr()
-        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, small))
+        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, point))
         if call.stream is not None:
             self._used_on(stream, [payload.rows for payload in payloads] + [ids, stats])
 
-    def _prepare_dispatch(self, kernel: Kernel, call: DispatchCall, small: bool) -> None:
+    def _prepare_dispatch(self, kernel: Kernel, call: DispatchCall, point: Point) -> None:
         """Every field but the caller's addresses, and the shape of the launch."""
         params, stats = kernel.parameters, call.eplb_local_stats
         n = call.topk_ids.shape[0]
@@ -175,11 +196,11 @@ class Exchange:
             params.hidden_size = rows.shape[1]
             params.input_type = OUTPUT_TYPES.index(_TYPES[rows.dtype])
         image = image_bytes(widths)
-        if small:
+        if point.regime == "small":
             fused = call.quantize is not None
-            self._small_shape(kernel, image, call.runtime_max_tokens_per_rank, call.num_sms, fused)
+            self._small_shape(kernel, point, image, call.runtime_max_tokens_per_rank, call.num_sms, fused)
         else:
-            self._bulk_shape(kernel, n, image, call.num_sms)
+            self._bulk_shape(kernel, point, n, image, call.num_sms)
 
     def combine(self, call: CombineCall) -> None:
         """Enqueue one combine; no host synchronisation. See `Transport.combine`."""
@@ -200,13 +221,12 @@ class Exchange:
 
     def _combine(self, call: CombineCall, output: Tensor) -> None:
         most = call.runtime_max_tokens_per_rank
-        # Rows of the e4m3 wire are read where they lie, however few.
-        small = most <= self._small_max and not call.low_precision
         payload = call.payload
         width = payload.shape[2]
         quantizes = call.low_precision and payload.dtype != torch.float8_e4m3fn
         kind = "e4m3" if call.low_precision else _TYPES[payload.dtype]
-        name = f"combine_{'small' if small else 'bulk'}_{kind}"
+        point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
+        name = f"combine_{point.regime}_{kind}"
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         key = ("combine", name, self._top_k[call.context])
         if key not in self._kernels:
@@ -232,14 +252,14 @@ class Exchange:
             params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
             params.staged = int(staged)
             params.digest = _digest([row_bytes], kind)
-            if small:
-                self._small_shape(kernel, row_bytes, most, call.num_sms, False)
+            if point.regime == "small":
+                self._small_shape(kernel, point, row_bytes, most, call.num_sms, False)
             else:
-                self._bulk_shape(kernel, call.num_tokens, row_bytes, call.num_sms)
+                self._bulk_shape(kernel, point, call.num_tokens, row_bytes, call.num_sms)
             kernel.prepared = prepared
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
-        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, small))
+        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, point))
         if call.stream is not None:
             self._used_on(stream, [payload, output])
 
@@ -250,6 +270,12 @@ class Exchange:
         for words in self.words:
             if not words.abort:
                 words.abort = reason
+
+    def retract(self, reason: int) -> None:
+        """Take an `abort` of that reason back where nothing has ended by it."""
+        for words in self.words:
+            if words.abort == reason and not words.recorded:
+                words.abort = 0
 
     def set_budgets(self, startup_timeout_s: float, timeout_s: float) -> None:
         """Deadlines of waits, also of those under captured graphs."""
@@ -315,8 +341,7 @@ class Exchange:
             self._kernels["combine", name, top_k] = kernel
 
     def _library(self, file: str, constants: dict[str, int]) -> Library:
-        major, minor = torch.cuda.get_device_capability(self.device)
-        cubin, _ = compile_kernel(file, constants, f"sm_{major}{minor}", preamble=device_source())
+        cubin, _ = compile_kernel(file, constants, self._arch, preamble=device_source())
         return Library(cubin, self.device)
 
     def _constants(self, params: Any) -> None:
@@ -324,7 +349,7 @@ class Exchange:
         params.stride = self.workspace.stride(0)
         params.ep_rank = self.ep_rank
         params.max_num_tokens = self._config.max_num_tokens
-        params.landing_tokens = self._landing_tokens
+        params.landing_tokens = self.landing_tokens
 
     def _offsets(self, params: Any, names: Sequence[str], context: int) -> None:
         """Fields that depend on the context alone."""
@@ -339,22 +364,48 @@ class Exchange:
 
     # ---- shapes of launches ----------------------------------------------------------------------------------------
 
-    def _small_shape(self, kernel: Kernel, num_bytes: int, most: int, num_sms: int | None, fused: bool) -> None:
+    def _point(self, phase: str, quantized: bool, widths: tuple[int, ...], most: int) -> Point:
+        """The table's answer for a round, kept: `quantized` says that dispatch makes or combine reads a wire format."""
+        key = (phase, quantized, widths, most)
+        point = self._points.get(key)
+        if point is None:
+            point = self._points[key] = self.tuning.choose(
+                phase,
+                "quantized" if quantized and phase == "dispatch" else "copied",
+                ep_size=self._config.ep_size,
+                row_bytes=image_bytes(widths),
+                tokens=most,
+                regimes=self._regimes(phase, quantized, most),
+            )
+        return point
+
+    def _regimes(self, phase: str, quantized: bool, most: int) -> tuple[str, ...]:
+        # Rows of combine's e4m3 wire are read where they lie, however few.
+        if most > self.landing_tokens or (quantized and phase == "combine"):
+            return ("bulk",)
+        if self._small_max_tokens is None:
+            return ("small", "bulk")
+        return ("small",) if most <= self._small_max_tokens else ("bulk",)
+
+    def _small_shape(
+        self, kernel: Kernel, point: Point, num_bytes: int, most: int, num_sms: int | None, fused: bool
+    ) -> None:
         threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
+        threads = min(threads_of_row, point.threads, kernel.max_threads)
         if fused:
-            columns, threads, shared = 1, min(threads_of_row, MAX_THREADS), -(-num_bytes // 16) * 16
+            columns, shared = 1, -(-num_bytes // 16) * 16
         else:
-            threads = min(threads_of_row, _FEW_THREADS if most <= _FEW_TOKENS else _SMALL_THREADS)
-            columns, shared = -(-threads_of_row // threads), 0
+            columns, shared = -(-threads_of_row // (threads * point.parts_per_thread)), 0
         resident = self._max_resident(kernel, threads, shared, num_sms)
         columns = min(columns, max(1, resident // 2))
         kernel.shape((columns, 1 + max(1, min(most, resident // columns - 1))), threads, shared)
 
-    def _bulk_shape(self, kernel: Kernel, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
-        wanted = self._num_sms if num_sms is None else max(1, min(num_sms, self._num_sms))
-        num_blocks = min(wanted, self._max_resident(kernel, _BULK_THREADS, 0, None), MAX_CTAS)
-        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (_BULK_THREADS // 32 - 1))
-        kernel.shape((num_blocks, 1), _BULK_THREADS, 0)
+    def _bulk_shape(self, kernel: Kernel, point: Point, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
+        wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
+        threads = min(point.threads, kernel.max_threads)
+        num_blocks = min(wanted, self._max_resident(kernel, threads, 0, None), MAX_CTAS)
+        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (threads // 32 - 1))
+        kernel.shape((num_blocks, 1), threads, 0)
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
         key = (kernel, threads, shared)
@@ -364,11 +415,11 @@ class Exchange:
         sms = self._num_sms if num_sms is None else max(1, min(num_sms, self._num_sms))
         return max(2, per_sm * sms // self._sharers)
 
-    def _pdl(self, wanted: bool | None, small: bool) -> bool:
-        # A bulk grid that comes early takes the place of the one it waits for.
+    def _pdl(self, wanted: bool | None, point: Point) -> bool:
+        # A grid that comes early may take the place of another rank's, for which this device is waiting.
         if self._sharers > 1:
             return False
-        return small if wanted is None else wanted
+        return point.pdl if wanted is None else wanted
 
     # ---- streams ---------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class Kernel:
     Attributes:
         parameters: filled in by the caller before `launch`.
         prepared: the caller's note of what the parameters and the shape are for.
+        max_threads: of a block, as the kernel was compiled.
         num_registers, local_bytes: of a thread; local bytes other than 0 are spills or arrays in memory.
     """
 
@@ -75,6 +76,7 @@ class Kernel:
                 # 48 KiB, a kernel's static memory included, is all that a launch gets without asking.
                 key = keys.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, key, shared_bytes))
+            self.max_threads = self._attribute(keys.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
             self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
             self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))

@@ -209,7 +209,21 @@ class CombineParams(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (HostWords, DispatchParams, CombineParams)
+class ProbeParams(ctypes.Structure):
+    """What probe_lines is told."""
+
+    _fields_ = (
+        ("memory", ctypes.c_uint64),  # of rank 0, as mapped here
+        ("stride", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),  # u32 [ep, 2] of this rank: lines looked at, lines torn
+        ("peers", ctypes.c_uint64 * 4),  # bit r: lines go to and come from rank r
+        ("budget_ns", ctypes.c_uint64),
+        ("ep_rank", ctypes.c_uint32),
+        ("updates", ctypes.c_uint32),  # of every line
+    )
+
+
+STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams)
 _C_NAMES: Final = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64"}
 
 

@@ -31,9 +31,20 @@ from a2a.comm import Comm
 from a2a.comm.consent import gather
 from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import ExchangeConfig
-from a2a.errors import A2AError, CompileError, MismatchError, PeerLost, PeerTimeout, Unsupported, from_facts
+from a2a.env import Env
+from a2a.errors import (
+    A2AError,
+    CompileError,
+    ConfigError,
+    MismatchError,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+    from_facts,
+)
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink.params import KINDS, PHASES, control_regions
+from a2a.nvlink.tuning import Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.transport import CombineCall, DispatchCall, Transport
 
@@ -56,14 +67,15 @@ _TIMEOUT, _ABORTED = 1, 2
 _MIN_CAPABILITY: Final = (8, 0)
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_TIMEOUT_S: Final = 60.0
-SMALL_MAX_TOKENS: Final = 240
-"""Largest R of the small regime: where the two cross on two H200 with rows of 7168 bf16 elements."""
 
 
 class NvlinkTransport(Transport):
     """GPUs that can map each other's memory. See the module for failures and `Transport` for the interface.
 
     The rank's GPU is the current device at construction. Several ranks may share a GPU.
+
+    Attributes:
+        lines: what the probe of the small regime's lines found; where one was torn, rounds of any size are "bulk".
     """
 
     name: ClassVar[str] = "nvlink"
@@ -71,7 +83,7 @@ class NvlinkTransport(Transport):
 
     @classmethod
     def reasons(cls, config: ExchangeConfig, comm: Comm) -> list[str]:
-        mine = _reasons_of_this_process()
+        mine = reasons_of_this_process()
         fabric = not mine and _fabric_attribute()
         hosts = comm.allgather(host_identity() if sys.platform.startswith("linux") else "")
         if len(set(hosts)) > 1 and not mine and not fabric:
@@ -84,11 +96,19 @@ class NvlinkTransport(Transport):
     def control_regions(cls, config: ExchangeConfig) -> list[tuple[str, int]]:
         return control_regions(config)
 
+    @classmethod
+    def memory_class(cls) -> type[SymmetricMemory]:
+        """Where the workspaces come from."""
+        from a2a.nvlink.memory import SymmetricMemory
+
+        return SymmetricMemory
+
     def __init__(
         self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
     ) -> None:
+        from a2a.nvlink.driver import arch_of
         from a2a.nvlink.exchange import Exchange
-        from a2a.nvlink.memory import SymmetricMemory
+        from a2a.nvlink.probe import LineProbe
 
         self.rank = comm.Get_rank()
         self._config = config
@@ -104,10 +124,19 @@ class NvlinkTransport(Transport):
         self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         phases = (*_DECLINED.values(), *_FACTS.values(), _PLAYED, _READY)
         self._mesh = Mesh(comm, phases, timeout_s=timeout_s)
-        memory: SymmetricMemory = SymmetricMemory(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
-        self.workspace = memory.tensor[:, : layout.num_bytes]
-        places = list(zip(memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
+        self._memory = self.memory_class()(layout.num_bytes, device, comm, self._mesh, timeout_s=timeout_s)
+        self.workspace = self._memory.tensor[:, : layout.num_bytes]
+        places = list(zip(self._memory.device_uuids, comm.allgather((host_identity(), os.getpid())), strict=True))
         problem: A2AError | None = None
+        try:
+            found = find_tuning(arch_of(device), Env.read().tuning)
+            probe = LineProbe(self._memory)
+        except (CompileError, ConfigError, Unsupported) as error:
+            problem = error
+        tables = gather(comm, None if problem is not None else (found.tuning.name, found.tuning.digest), problem)
+        if len({digest for _, digest in tables}) > 1:
+            raise MismatchError(what="tuning table", values=dict(enumerate(tables)))
+        self.lines = probe.run(comm)
         try:
             self._exchange: Exchange = Exchange(
                 self.workspace,
@@ -115,7 +144,8 @@ class NvlinkTransport(Transport):
                 config,
                 layout,
                 placement,
-                small_max_tokens=SMALL_MAX_TOKENS,
+                tuning=found.tuning,
+                small_max_tokens=None if self.lines.whole else 0,
                 sharers=places.count(places[self.rank]),
             )
             self._exchange.set_budgets(timeout_s, timeout_s)
@@ -155,12 +185,29 @@ class NvlinkTransport(Transport):
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         return self._exchange.regime(runtime_max_tokens_per_rank)
 
+    @property
+    def tuning(self) -> Tuning:
+        """The table of launch shapes in use."""
+        return self._exchange.tuning
+
+    @property
+    def landing_tokens(self) -> int:
+        """Largest R that the small regime can take."""
+        return self._exchange.landing_tokens
+
+    def tune(self, tuning: Tuning) -> None:
+        """Take another table for the rounds that follow; every rank the same, between the same two rounds."""
+        self._exchange.tune(tuning)
+
     def _before(self, phase: str, context: int, round: int, attempt: int, facts: dict[str, Any]) -> None:
         """Refuse a launch whose signals cannot come; remember it otherwise."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.
         if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
-            for peer in sorted(self._needed(context) & self._mesh.lost):
-                raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+            with self._looking:
+                needed = self._needed(context)
+                for peer in sorted(needed & self._mesh.lost):
+                    raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+                self._end_waits_for_lost_peers()
         for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
             raise from_facts(json.loads(body), reporter=peer)
         self._launched[context, phase] = (round, attempt, facts)
@@ -229,10 +276,19 @@ class NvlinkTransport(Transport):
             self._compare_what_was_said()
         if mesh.error is not None:
             self._exchange.abort(_NO_RANK)
-        for peer in sorted(mesh.lost - mesh.departed):
-            # Ends waits for a signal that has not come; a kernel that has all its signals is not disturbed.
-            if any(peer in self._needed(context) for context in range(self._config.num_contexts)):
-                self._exchange.abort(1 + peer)
+        self._end_waits_for_lost_peers()
+
+    def _end_waits_for_lost_peers(self) -> None:
+        """Ends waits for a signal that has not come; a kernel that has all its signals is not disturbed."""
+        lost = self._mesh.lost - self._mesh.departed
+        if not lost:
+            return
+        needed = set[int]().union(*(self._needed(context) for context in range(self._config.num_contexts)))
+        for peer in sorted(lost - needed):
+            # Lost before it was masked: the rounds that do without it may wait for each other.
+            self._exchange.retract(1 + peer)
+        for peer in sorted(lost & needed):
+            self._exchange.abort(1 + peer)
 
     def _compare_what_was_said(self) -> None:
         """Where a kernel or a peer found a disagreement: tell all what this rank said, and wait for what they did."""
@@ -329,7 +385,7 @@ class NvlinkTransport(Transport):
                 self._thread.join()
             self._mesh.close()
             self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8, device=self.workspace.device)
-            del self._exchange
+            del self._exchange, self._memory
 
     def __del__(self) -> None:
         stop: threading.Event | None = getattr(self, "_stop", None)
@@ -384,7 +440,8 @@ def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTranspor
         del transport
 
 
-def _reasons_of_this_process() -> list[str]:
+def reasons_of_this_process() -> list[str]:
+    """Why this process cannot run the kernels, whatever its peers can."""
     reasons = []
     if not sys.platform.startswith("linux"):
         reasons.append("it needs Linux")

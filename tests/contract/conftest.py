@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from a2a.transport import TRANSPORTS
+from a2a.transport import AUTOMATIC
 
 
 def _found() -> list[str]:
     # One GPU is enough: ranks share it.
-    return [name for name in TRANSPORTS if name == "host" or torch.cuda.is_available()]
+    return [name for name in AUTOMATIC if name == "host" or torch.cuda.is_available()]
 
 
 @pytest.fixture(params=[name for name in _found() if name == "host"])

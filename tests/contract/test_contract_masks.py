@@ -27,17 +27,19 @@ def _masked_round(moe: a2a.MoeAlltoAll, case: Case, seed: int, active: list[int]
     drawn = draw(case, seed, counts=[5] * case.ep_size)
     receipts = drawn.receipts(active_ranks=active)
     mine, most = drawn.inputs[rank], drawn.runtime_max_tokens_per_rank
-    mask = _mask(active, case.ep_size)
+    mask, device = _mask(active, case.ep_size), moe.workspace.device
+    ids = mine.topk_ids.to(device)
+    rows = [ids if each is mine.topk_ids else each.to(device) for each in mine.payloads]
     if not by_argument:
         moe.rank_mask.copy_(mask)
     views = moe.dispatch(
-        mine.topk_ids, list(mine.payloads), most, None, 1, active_rank_mask=mask if by_argument else None
+        ids, rows, most, None, 1, active_rank_mask=mask if by_argument else None
     )
     assert_receipt(receipts[rank], views)
     assert_equal("recv_counts", moe.recv_counts, receipts[rank].recv_counts)
     assert_equal("send_counts", moe.send_counts, receipts[rank].send_counts)
     assert_equal("topk_target_ranks", moe.topk_target_ranks, receipts[rank].topk_target_ranks)
-    combined = moe.combine(drawn.expert_rows(rank, receipts), most)
+    combined = moe.combine(drawn.expert_rows(rank, receipts).to(device), most)
     assert_equal("combined", combined, drawn.sums(receipts, active_ranks=active)[rank])
 
 
@@ -56,21 +58,21 @@ def masked(comm: Comm, transport: str, row_order: str) -> None:
         moe.reset()
         assert moe.rank_mask.tolist() == [2**ep - 1]
         _masked_round(moe, case, 4, list(range(ep)), True)
-        ids = torch.zeros((1, 4), dtype=torch.int32)
+        ids = torch.zeros((1, 4), dtype=torch.int32, device=moe.workspace.device)
         with pytest.raises(ConfigError, match="own"):
             moe.dispatch(ids, [ids], 1, active_rank_mask=_mask([each for each in range(ep) if each != rank], ep))
         _masked_round(moe, case, 5, list(range(ep)), True)
 
 
 @pytest.mark.parametrize("row_order", ["compact", "token"])
-def test_masked_ranks_take_no_part(run_ranks: Ranks, row_order: str) -> None:
-    run_ranks(masked, 4, "host", row_order)
+def test_masked_ranks_take_no_part(run_ranks: Ranks, transport: str, row_order: str) -> None:
+    run_ranks(masked, 4, transport, row_order)
 
 
-def dead(comm: Comm) -> str:
+def dead(comm: Comm, transport: str) -> str:
     ep, rank = comm.Get_size(), comm.Get_rank()
     case = Case(ep_size=ep, num_experts=9)
-    moe = a2a.MoeAlltoAll(**case.constructor(), enable_rank_mask=True, comm=comm, transport="host")
+    moe = a2a.MoeAlltoAll(**case.constructor(), enable_rank_mask=True, comm=comm, transport=transport)
     _masked_round(moe, case, 1, list(range(ep)), True)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -85,8 +87,8 @@ def dead(comm: Comm) -> str:
     return "done"
 
 
-def test_survivors_mask_a_dead_rank_and_go_on(run_ranks: Ranks) -> None:
-    outcomes = run_ranks.outcomes(dead, 4)
+def test_survivors_mask_a_dead_rank_and_go_on(run_ranks: Ranks, transport: str) -> None:
+    outcomes = run_ranks.outcomes(dead, 4, transport)
     by_rank = {each.rank: each for each in outcomes}
     assert by_rank[2].exit_status == -signal.SIGKILL
     for rank in (0, 1, 3):

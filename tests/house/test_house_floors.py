@@ -17,6 +17,7 @@ FLOORS = (
     ("layout", "placement"),
     ("transport", "reference"),
     ("host", "nvlink"),
+    ("nvshmem",),
     ("alltoall",),
     ("bench", "integrations", "experts"),
     ("cli",),

@@ -18,6 +18,7 @@ PEERS: Final[Mapping[str, str]] = {
     "mpi": "mpi",
     "memcpy": "memcpy",
     "copy": "copy",
+    "flashinfer": "flashinfer",
 }
 """Name on the command line -> file of this folder."""
 

@@ -6,7 +6,8 @@ come back in one copy from each. Refuses to signal, to gather, to sum and to loo
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from a2a.bench.implementation import Case
 from a2a.bench.peers.memcpy import Memcpy
 from a2a.comm import Comm
+from a2a.errors import Unsupported
 
 
 class Copy(Memcpy):
@@ -22,9 +24,19 @@ class Copy(Memcpy):
     name: ClassVar[str] = "copy"
     about: ClassVar[str] = "one copy of packed rows to each receiver and one of combine rows from each"
 
+    @classmethod
+    def refusal(cls) -> str | None:
+        return None if torch.cuda.is_available() else "it needs GPUs; on the host the limit is memcpy"
+
     def __init__(self, case: Case, comm: Comm) -> None:
         super().__init__(case, comm)
+        if case.device.type != "cuda":
+            raise Unsupported(transport=self.name, reasons=("it is a limit between GPUs: on the host it is memcpy",))
         self._packed = [self._wire[tokens] for tokens in self._tokens]
+        self._streams: list[Any] = [
+            torch.cuda.Stream(case.device)  # type: ignore[no-untyped-call]
+            for _ in self._tokens
+        ]
 
     def load(self, rows: Tensor) -> None:
         super().load(rows)
@@ -32,8 +44,21 @@ class Copy(Memcpy):
             torch.index_select(self._wire, 0, tokens, out=packed)
 
     def dispatch(self) -> None:
-        for packed, landing in zip(self._packed, self._landing, strict=True):
-            landing.copy_(packed)
+        self._copy(self._landing, self._packed)
+
+    def combine(self) -> Tensor:
+        self._copy(self._private_parts, self._combine_rows)
+        return self._private
+
+    def _copy(self, to: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """All pairs side by side: what stays on the GPU must not keep the link waiting."""
+        here = torch.cuda.current_stream(self._case.device)
+        for stream, target, source in zip(self._streams, to, rows, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(source)
+        for stream in self._streams:
+            here.wait_stream(stream)
 
 
 PEER = Copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from a2a.bench.implementation import (
@@ -16,6 +17,7 @@ from a2a.bench.implementation import (
     tensor_difference,
 )
 from a2a.bench.workload import Workload
+from a2a.quant import WIRE_FORMATS
 
 
 def _case(rank: int) -> Case:
@@ -42,6 +44,13 @@ def test_integer_sums_by_hand() -> None:
     want = torch.stack([torch.zeros(4), rows[1].float(), torch.zeros(4)])
     assert tensor_difference("", expected_integer_sums(case, rows).float(), want) == ""
     assert torch.equal(integer_experts(rows, 1), -rows)
+
+
+@pytest.mark.parametrize("name", list(WIRE_FORMATS))
+def test_integer_rows_survive_every_format(name: str) -> None:
+    case = dataclasses.replace(_case(0), hidden_size=256, format_name=name)
+    rows = integer_rows(case, 0, seed=3)
+    assert torch.equal(case.dequantize(*case.quantize(rows)), rows)
 
 
 def test_every_difference_is_seen() -> None:

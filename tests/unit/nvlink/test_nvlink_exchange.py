@@ -15,6 +15,7 @@ import torch
 from a2a.config import ExchangeConfig
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink import params
+from a2a.nvlink.tuning import find_tuning
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout, wire_format
 from a2a.transport import CombineCall, DispatchCall, Payload, Quantize
@@ -46,6 +47,8 @@ FUSED = Quantize(wire_format("mxfp8"), 0, None)
 
 class Recorder:
     """In place of a loaded kernel: keeps what each launch would pass."""
+
+    max_threads = 512
 
     def __init__(self, name: str, kind: type[ctypes.Structure], launches: list[Any]) -> None:
         self.name, self.parameters, self.prepared, self._launches = name, kind(), None, launches
@@ -81,8 +84,9 @@ def exchange() -> tuple[Any, list[Any]]:
     class Here(Exchange):
         def __init__(self) -> None:
             self.workspace, self.device, self.ep_rank, self.stream = WORKSPACE, WORKSPACE.device, 1, None
-            self._config, self._layout, self._landing_tokens = CONFIG, LAYOUT, params.landing_tokens(CONFIG)
-            self._small_max, self._sharers, self._num_sms = min(240, self._landing_tokens), 1, 132
+            self._config, self._layout, self.landing_tokens = CONFIG, LAYOUT, params.landing_tokens(CONFIG)
+            self.tuning, self._small_max_tokens, self._points = find_tuning("sm_90").tuning, None, {}
+            self._sharers, self._num_sms = 1, 132
             self._needs_table, self._table = False, Placement.contiguous(8, 2).table
             self._pinned = WORKSPACE.new_zeros(256)
             self._kernels, self._resident, self._top_k = {}, {}, [4, 4]

@@ -72,6 +72,7 @@ def transport_of(comm: Comm) -> NvlinkTransport:
     phases = (*room._DECLINED.values(), *room._FACTS.values(), room._PLAYED, room._READY)
     made._mesh = Mesh(comm, phases, timeout_s=30.0)
     made._exchange = Launches(2)  # type: ignore[assignment]
+    made._memory = SimpleNamespace()  # type: ignore[assignment]
     made._stop = threading.Event()
     made._thread = threading.Thread(target=room._listen, args=(made._mesh, made._stop, weakref.ref(made)), daemon=True)
     made._thread.start()

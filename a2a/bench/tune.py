@@ -1,0 +1,270 @@
+"""tune: finds, size by size, the regime and the launch shape with which a round is fastest, and makes the table of it.
+
+Owns which shapes are tried, in which order, and when one is better. Refuses to know what a shape means to a kernel.
+
+The pair of dispatch and combine is timed, in a graph, as the slowest rank has it: each phase's shapes in turn, the
+other phase as the table has it so far. Every shape's sums must equal, bit by bit, those of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from a2a.bench.exchange import Exchange
+from a2a.bench.implementation import Case, tensor_difference
+from a2a.bench.report import commit
+from a2a.bench.sweep import Sweep, checked_round
+from a2a.comm import Comm
+from a2a.comm.mesh import Mesh
+from a2a.env import Env
+from a2a.errors import Unsupported
+from a2a.nvlink.params import LINE_DATA_BYTES, MAX_THREADS, image_bytes
+from a2a.nvlink.transport import NvlinkTransport
+from a2a.nvlink.tuning import Point, Tuning, find_tuning
+
+CTAS_OF_A_ROW: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30)
+BULK_THREADS: Final = (128, 256, 384, 512)
+BULK_CTAS: Final = (16, 24, 32, 48, 64, 96, 0)
+"""0: one per SM."""
+QUANTIZING_THREADS: Final = (128, 192, 256, 384, 512)
+FEWEST_BULK_TOKENS: Final = 48
+"""Below it flags and fences cost more than the rows: bulk shapes are not tried."""
+_ROUND_BUDGET_US: Final = 12_000.0
+"""About how long a replay lasts: many rounds of a small size, few of a large one."""
+_REPLAYS, _FINAL_REPLAYS, _FINALISTS = 5, 15, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """What `a2a tune` was asked for; picklable, equal on all ranks.
+
+    Attributes:
+        sweep: the sizes.
+        budget_s: of the whole.
+        output: file of the table, or None.
+    """
+
+    sweep: Sweep
+    budget_s: float
+    output: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One shape that was timed.
+
+    Attributes:
+        point: the shape and the size.
+        pair_us: dispatch and combine of a round, slowest rank, median over replays.
+        final: timed again, longer, among the best.
+    """
+
+    point: Point
+    pair_us: float
+    final: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What a sweep over shapes found; equal on all ranks.
+
+    Attributes:
+        tuning: the table that was there, with the sizes measured now.
+        trials: everything that was timed.
+        skipped: sizes for which the time did not last.
+    """
+
+    tuning: Tuning
+    trials: tuple[Trial, ...]
+    skipped: tuple[str, ...]
+
+
+def tune(sweep: Sweep, comm: Comm, budget_s: float, on_size: Callable[[], None]) -> Tuned:
+    """Find the best shapes for the sizes of a sweep. Collective; the answer is the same on every rank.
+
+    Args:
+        sweep: presets, tokens, formats; equal on all ranks. Its peers are not looked at.
+        budget_s: after it no further shape is tried; sizes not begun are skipped.
+        on_size: called after each size.
+
+    Raises:
+        Unsupported: the exchange does not run on GPUs, a shape's sums differ, or the time is over before the first
+            size.
+    """
+    if not torch.cuda.is_available():
+        raise Unsupported(transport="nvlink", reasons=("there is nothing to tune without GPUs",))
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    deadline = time.monotonic() + budget_s
+    shipped = find_tuning(f"sm_{major}{minor}", Env.read().tuning).tuning
+    table = shipped
+    trials: list[Trial] = []
+    winners: dict[tuple[object, ...], Point] = {}
+    skipped: list[str] = []
+    with contextlib.closing(Mesh(comm, ("barrier",), timeout_s=Env.read().startup_timeout_s)) as mesh:
+        barrier = _barrier(mesh, device)
+        for case in sweep.cases(comm.Get_rank(), comm.Get_size(), device):
+            if comm.bcast(time.monotonic() > deadline):
+                skipped.append(f"{case.format_name}, {case.tokens_per_rank} tokens")
+                continue
+            tried, won = _tune_case(case, sweep, comm, table, barrier, deadline)
+            trials += tried
+            winners |= {point.size: point for point in won}
+            table = table.with_points(won, table.source)
+            on_size()
+    if not winners:
+        raise Unsupported(transport="nvlink", reasons=(f"no size was tuned within {budget_s:g} s",))
+    return Tuned(shipped.replaced_by(tuple(winners.values()), _source(comm, sweep)), tuple(trials), tuple(skipped))
+
+
+def _barrier(mesh: Mesh, device: torch.device) -> Callable[[], None]:
+    numbers = itertools.count()
+    timeout_s = Env.read().startup_timeout_s
+
+    def barrier() -> None:
+        torch.cuda.synchronize(device)
+        number = next(numbers)
+        mesh.signal("barrier", 0, number, timeout_s=timeout_s)
+        mesh.wait("barrier", 0, number, timeout_s=timeout_s)
+
+    return barrier
+
+
+def candidates(phase: str, rows: str, ep_size: int, row_bytes: int, tokens: int, small: bool) -> Iterator[Point]:
+    """Every shape that is tried for a size, the small regime's first if it is `small` enough for it."""
+    size: dict[str, Any] = {
+        "phase": phase, "rows": rows, "ep_size": ep_size, "row_bytes": row_bytes, "tokens": tokens,
+    }  # fmt: skip
+    if small:
+        for threads, parts in _small_shapes(rows, row_bytes):
+            yield Point(**size, regime="small", threads=threads, parts_per_thread=parts, pdl=True)
+    if tokens >= FEWEST_BULK_TOKENS or not small:
+        for threads, ctas, pdl in itertools.product(BULK_THREADS, BULK_CTAS, (False, True)):
+            yield Point(**size, regime="bulk", threads=threads, ctas=ctas, pdl=pdl)
+
+
+def _small_shapes(rows: str, row_bytes: int) -> list[tuple[int, int]]:
+    """(threads, parts per thread), each splitting a row evenly."""
+    if rows == "quantized":
+        # One CTA makes a whole row.
+        return [(threads, 1) for threads in QUANTIZING_THREADS]
+    of_row = -(-row_bytes // LINE_DATA_BYTES) * 8
+    shapes = {}
+    for parts, ctas in itertools.product((1, 2), CTAS_OF_A_ROW):
+        threads = -(-of_row // (parts * ctas * 32)) * 32
+        if 32 <= threads <= MAX_THREADS:
+            shapes[threads, parts] = True
+    return sorted(shapes)
+
+
+def _tune_case(
+    case: Case, sweep: Sweep, comm: Comm, table: Tuning, barrier: Callable[[], None], deadline: float
+) -> tuple[list[Trial], list[Point]]:
+    """What was tried for a case, and the best point of each phase. `table`: what other sizes and phases go by."""
+    each = Exchange(case, comm)
+    trials: list[Trial] = []
+    winners: list[Point] = []
+    try:
+        transport = each.mover
+        if not isinstance(transport, NvlinkTransport):
+            raise Unsupported(transport=each.transport, reasons=("only the nvlink transport has shapes to tune",))
+        transport.tune(table)
+        for phase, reason in checked_round(each, case, sweep.seed, barrier).items():
+            if reason:
+                raise Unsupported(transport=each.transport, reasons=(f"{phase} is wrong before any tuning: {reason}",))
+        timer = _Timer(each, transport, comm, barrier)
+        for phase, rows, row_bytes in _phases(case):
+            small = case.max_tokens <= transport.landing_tokens
+            found: list[Trial] = []
+            for point in candidates(phase, rows, case.ep_size, row_bytes, case.max_tokens, small):
+                if comm.bcast(time.monotonic() > deadline):
+                    break
+                found.append(Trial(point, timer.pair_us(table.with_points((point,), table.source), _REPLAYS), False))
+            finals = []
+            for trial in sorted(found, key=lambda trial: trial.pair_us)[:_FINALISTS]:
+                us = timer.pair_us(table.with_points((trial.point,), table.source), _FINAL_REPLAYS)
+                finals.append(Trial(trial.point, us, True))
+            if finals:
+                winners.append(min(finals, key=lambda trial: trial.pair_us).point)
+                table = table.with_points(winners, table.source)
+            trials += found + finals
+    finally:
+        each.close()
+    return trials, winners
+
+
+def _phases(case: Case) -> list[tuple[str, str, int]]:
+    """(phase, rows, bytes of a row) whose shapes a case decides."""
+    widths = [case.wire_format.data_bytes_per_token(case.hidden_size, case.mx_alignment)]
+    scales = case.wire_format.scale_bytes_per_token(case.hidden_size, case.mx_alignment)
+    widths += [scales] * bool(scales) + [4 * case.top_k, 4 * case.top_k]
+    dispatch = ("dispatch", "quantized" if scales else "copied", image_bytes(widths))
+    if scales:
+        # Combine's rows are those of the unquantised format, which has decided them.
+        return [dispatch]
+    return [dispatch, ("combine", "copied", image_bytes([case.combine_row_bytes]))]
+
+
+class _Timer:
+    """Times rounds of one case with one table after the other."""
+
+    def __init__(self, each: Exchange, transport: NvlinkTransport, comm: Comm, barrier: Callable[[], None]) -> None:
+        self._each, self._transport, self._comm, self._barrier = each, transport, comm, barrier
+        self._barrier()
+        each.dispatch()
+        self._wanted = each.combine().clone()
+        self._rounds = 10
+        # As many rounds as fill a replay, equal on all ranks.
+        self._rounds = max(2, min(100, int(_ROUND_BUDGET_US / self.pair_us(transport.tuning, 2))))
+
+    def pair_us(self, tuning: Tuning, replays: int) -> float:
+        """Microseconds of a round, the slowest rank of each replay, median over replays."""
+        each = self._each
+        self._barrier()
+        self._transport.tune(tuning)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self._rounds):
+                each.dispatch()
+                output = each.combine()
+        self._barrier()
+        graph.replay()
+        times = []
+        for _ in range(replays):
+            output.view(torch.uint8).fill_(0xFF)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._barrier()
+            before.record()
+            graph.replay()
+            after.record()
+            torch.cuda.synchronize()
+            times.append(before.elapsed_time(after) * 1e3 / self._rounds)
+        each.moe.check()
+        wrong = tensor_difference("sums", output, self._wanted)
+        told = self._comm.allgather((times, wrong))
+        for rank, (_, text) in enumerate(told):
+            if text:
+                raise Unsupported(transport=each.transport, reasons=(f"rank {rank}: a shape's {text}",))
+        slowest: list[float] = [max(of_ranks) for of_ranks in zip(*(each for each, _ in told), strict=True)]
+        return statistics.median(slowest)
+
+
+def _source(comm: Comm, sweep: Sweep) -> str:
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+    what = f"{sweep.preset.name}, tokens {', '.join(map(str, sweep.tokens))}, {', '.join(sweep.wire_formats)}"
+    return f"a2a tune on {comm.Get_size()} ranks, {gpu}, CUDA {torch.version.cuda}, commit {commit()}: {what}"
+
+
+def rows_of(tuned: Tuned) -> Sequence[Mapping[str, Any]]:
+    """Every trial as a flat row for JSON."""
+    return [
+        {**dataclasses.asdict(trial.point), "pair_us": trial.pair_us, "final": trial.final} for trial in tuned.trials
+    ]

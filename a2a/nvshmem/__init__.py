@@ -1,0 +1,1 @@
+"""nvshmem: transport: nvlink's kernels on memory that NVSHMEM has allocated."""
