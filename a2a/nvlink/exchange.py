@@ -24,6 +24,7 @@ from a2a.nvlink.launch import Kernel, Library
 from a2a.nvlink.params import (
     MAX_CTAS,
     OUTPUT_TYPES,
+    PIECE_BYTES,
     WIRE_FORMATS,
     CombineParams,
     DispatchParams,
@@ -114,6 +115,7 @@ class Exchange:
             words.first_round = 1
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._resident: dict[tuple[Kernel, int, int], int] = {}
+        self._whole: dict[tuple[Kernel, tuple[int, ...], int | None], bool] = {}
         self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
         self._load_dispatch(None, config.top_k)
@@ -136,6 +138,7 @@ class Exchange:
         """Take another table for the launches that follow; every rank the same, between the same two rounds."""
         self.tuning = tuning
         self._points.clear()
+        self._whole.clear()
         for kernel in self._kernels.values():
             kernel.prepared = None
 
@@ -150,7 +153,13 @@ class Exchange:
         wire = call.quantize.wire_format.name if call.quantize is not None else None
         widths = tuple([payload.row_bytes for payload in payloads])
         point = self._point("dispatch", wire is not None, widths, most)
-        kernel = self._dispatch_kernel("dispatch_" + point.regime, wire, top_k)
+        addresses = [0 if payload.rows is None else payload.rows.data_ptr() for payload in payloads]
+        name = "dispatch_bulk"
+        if point.regime == "small":
+            kernel = self._dispatch_kernel("dispatch_small_bytes", wire, top_k)
+            whole = wire is None and self._whole_words(kernel, point, widths, addresses, call.num_sms)
+            name = "dispatch_small_words" if whole else "dispatch_small_bytes"
+        kernel = self._dispatch_kernel(name, wire, top_k)
         stream = self._enter(call.stream)
         params = kernel.parameters
         fills = tuple([payload.fill_byte for payload in payloads])
@@ -162,8 +171,8 @@ class Exchange:
             kernel.prepared = None
             self._prepare_dispatch(kernel, call, point)
             kernel.prepared = key
-        for index, payload in enumerate(payloads):
-            params.payload_rows[index] = 0 if payload.rows is None else payload.rows.data_ptr()
+        for index, address in enumerate(addresses):
+            params.payload_rows[index] = address
         params.topk_ids = ids.data_ptr()
         params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
         if call.quantize is not None:
@@ -226,12 +235,15 @@ class Exchange:
         quantizes = call.low_precision and payload.dtype != torch.float8_e4m3fn
         kind = "e4m3" if call.low_precision else _TYPES[payload.dtype]
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
-        name = f"combine_{point.regime}_{kind}"
         # The tables that dispatch wrote have as many columns as its tokens had picks.
-        key = ("combine", name, self._top_k[call.context])
-        if key not in self._kernels:
-            self._load_combine(self._top_k[call.context])
-        kernel = self._kernels[key]
+        top_k = self._top_k[call.context]
+        name = f"combine_bulk_{kind}"
+        if point.regime == "small":
+            kernel = self._combine_kernel(f"combine_small_bytes_{kind}", top_k)
+            widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
+            whole = output.dtype == payload.dtype and self._whole_words(kernel, point, widths, addresses, call.num_sms)
+            name = f"combine_small_{'words' if whole else 'bytes'}_{kind}"
+        kernel = self._combine_kernel(name, top_k)
         stream = self._enter(call.stream)
         if quantizes:
             with torch.cuda.stream(stream):
@@ -323,18 +335,25 @@ class Exchange:
         config = dataclasses.replace(self._config, top_k=top_k)
         library = self._library("dispatch.cu", defines(config, wire_format=wire, placement_table=self._needs_table))
         shared = image_bytes([config.dispatch_bytes_per_token] + [0] * MAX_PAYLOADS) + 8 * MAX_PAYLOADS
-        for name in ("dispatch_small", "dispatch_bulk"):
-            wants_shared = -(-shared // 16) * 16 if wire is not None and name == "dispatch_small" else 0
+        for name in ("dispatch_small_bytes", "dispatch_bulk") + (("dispatch_small_words",) if wire is None else ()):
+            wants_shared = -(-shared // 16) * 16 if wire is not None and name == "dispatch_small_bytes" else 0
             kernel = library.kernel(name, DispatchParams, shared_bytes=wants_shared)
             params = kernel.parameters
             params.placement = self._table.data_ptr()
             self._constants(params)
             self._kernels["dispatch", name, wire, top_k] = kernel
 
+    def _combine_kernel(self, name: str, top_k: int) -> Kernel:
+        key = ("combine", name, top_k)
+        if key not in self._kernels:
+            self._load_combine(top_k)
+        return self._kernels[key]
+
     def _load_combine(self, top_k: int) -> None:
         config = dataclasses.replace(self._config, top_k=top_k)
         library = self._library("combine.cu", defines(config, placement_table=self._needs_table))
-        names = [f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in OUTPUT_TYPES]
+        ways = ("small_words", "small_bytes", "bulk")
+        names = [f"combine_{way}_{kind}" for way in ways for kind in OUTPUT_TYPES]
         for name in (*names, "combine_bulk_e4m3"):
             kernel = library.kernel(name, CombineParams)
             self._constants(kernel.parameters)
@@ -387,18 +406,37 @@ class Exchange:
             return ("small", "bulk")
         return ("small",) if most <= self._small_max_tokens else ("bulk",)
 
+    def _whole_words(
+        self, kernel: Kernel, point: Point, widths: tuple[int, ...], addresses: Sequence[int], num_sms: int | None
+    ) -> bool:
+        """Whether a small launch may take the kernel that asks nothing of its bytes: see "Launch rules" in params."""
+        if any(address % PIECE_BYTES for address in addresses):
+            return False
+        key = (kernel, widths, num_sms)
+        answer = self._whole.get(key)
+        if answer is None:
+            num_bytes = image_bytes(widths)
+            columns, threads, _ = self._small_columns(kernel, point, num_bytes, num_sms, False)
+            one_sweep = columns * threads >= lines(num_bytes) * _LINE_THREADS
+            answer = self._whole[key] = one_sweep and not any(width % PIECE_BYTES for width in widths)
+        return answer
+
+    def _small_columns(
+        self, kernel: Kernel, point: Point, num_bytes: int, num_sms: int | None, fused: bool
+    ) -> tuple[int, int, int]:
+        """CTAs and threads of a row of the grid, and CTAs that may be resident."""
+        threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
+        threads = min(threads_of_row, point.threads, kernel.max_threads)
+        resident = self._max_resident(kernel, threads, _shared_bytes(num_bytes, fused), num_sms)
+        columns = 1 if fused else -(-threads_of_row // (threads * point.parts_per_thread))
+        return min(columns, max(1, resident // 2)), threads, resident
+
     def _small_shape(
         self, kernel: Kernel, point: Point, num_bytes: int, most: int, num_sms: int | None, fused: bool
     ) -> None:
-        threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
-        threads = min(threads_of_row, point.threads, kernel.max_threads)
-        if fused:
-            columns, shared = 1, -(-num_bytes // 16) * 16
-        else:
-            columns, shared = -(-threads_of_row // (threads * point.parts_per_thread)), 0
-        resident = self._max_resident(kernel, threads, shared, num_sms)
-        columns = min(columns, max(1, resident // 2))
-        kernel.shape((columns, 1 + max(1, min(most, resident // columns - 1))), threads, shared)
+        columns, threads, resident = self._small_columns(kernel, point, num_bytes, num_sms, fused)
+        rows = max(1, min(most, resident // columns - 1))
+        kernel.shape((columns, 1 + rows), threads, _shared_bytes(num_bytes, fused))
 
     def _bulk_shape(self, kernel: Kernel, point: Point, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
         wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
@@ -449,6 +487,11 @@ def _wire_rows(payload: Tensor) -> Tensor:
     rows[:, :width] = data.view(torch.uint8)
     rows[:, rows.shape[1] - 4 * scales.shape[1] :] = scales.view(torch.uint8)
     return rows.view(ep, most, -1)
+
+
+def _shared_bytes(num_bytes: int, fused: bool) -> int:
+    """Of a CTA that quantises: it makes the image of a token there."""
+    return -(-num_bytes // 16) * 16 if fused else 0
 
 
 def _segments(num_rows: int, row_bytes: int, num_warps: int) -> int:

@@ -39,8 +39,8 @@ Regimes
     R <= landing_tokens(config).
 
 Kernels, one module per phase; entry points
-    dispatch.cu   dispatch_small, dispatch_bulk                                      (DispatchParams by value)
-    combine.cu    combine_small_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3} (CombineParams by value)
+    dispatch.cu   dispatch_small_{words,bytes}, dispatch_bulk                        (DispatchParams by value)
+    combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3} (CombineParams)
     the suffix being the type of the payload; the output type is the field output_type. e4m3: rows of
     low_precision_bytes_per_token, or plain e4m3 rows, row_pitch apart.
 
@@ -50,6 +50,8 @@ Launch rules
         c * x / 8 should cover the lines of a row (`lines(image_bytes(...))`), y = R; any c, y >= 1 is right.
         With a quantising wire format c must be 1 and dynamic shared memory `image_bytes(...)`, rounded up to 16.
     small combine: grid (c, 1 + y, 1), likewise, lines of a row from its bytes.
+    small_words: c * x / 8 covers the lines of a row; rows of all payloads (combine: of payload and output, which have one
+        type) are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
         that many units, so that n * segments units feed g * (x/32 - 1) warps.
     All CTAs of a launch, and those of all ranks that share a device, must be resident together: that is what bounds

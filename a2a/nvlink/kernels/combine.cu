@@ -10,16 +10,17 @@
 // With more than 32 picks per token two CTAs' registers are too few for each.
 constexpr u32 SMALL_MIN_CTAS = TOP_K > 32 ? 1 : 2;
 
-#define COMBINE(regime, max_threads, min_ctas, name, type)                 \
-  extern "C" __global__ void __launch_bounds__(max_threads, min_ctas)      \
-      combine_##regime##_##name(const __grid_constant__ CombineParams p) { \
-    combine_##regime<type>(p);                                             \
+#define COMBINE(name, max_threads, min_ctas, body)                    \
+  extern "C" __global__ void __launch_bounds__(max_threads, min_ctas) \
+      name(const __grid_constant__ CombineParams p) {                 \
+    body(p);                                                          \
   }
+#define COMBINE_TYPE(name, type)                                                                             \
+  COMBINE(combine_small_words_##name, MAX_SMALL_THREADS, SMALL_MIN_CTAS, (combine_small<type, true>))        \
+  COMBINE(combine_small_bytes_##name, MAX_SMALL_THREADS, SMALL_MIN_CTAS, (combine_small<type, false>))       \
+  COMBINE(combine_bulk_##name, MAX_THREADS, 1, combine_bulk<type>)
 
-COMBINE(small, MAX_SMALL_THREADS, SMALL_MIN_CTAS, bf16, TYPE_BF16)
-COMBINE(small, MAX_SMALL_THREADS, SMALL_MIN_CTAS, fp16, TYPE_FP16)
-COMBINE(small, MAX_SMALL_THREADS, SMALL_MIN_CTAS, fp32, TYPE_FP32)
-COMBINE(bulk, MAX_THREADS, 1, bf16, TYPE_BF16)
-COMBINE(bulk, MAX_THREADS, 1, fp16, TYPE_FP16)
-COMBINE(bulk, MAX_THREADS, 1, fp32, TYPE_FP32)
-COMBINE(bulk, MAX_THREADS, 1, e4m3, TYPE_E4M3)
+COMBINE_TYPE(bf16, TYPE_BF16)
+COMBINE_TYPE(fp16, TYPE_FP16)
+COMBINE_TYPE(fp32, TYPE_FP32)
+COMBINE(combine_bulk_e4m3, MAX_THREADS, 1, combine_bulk<TYPE_E4M3>)

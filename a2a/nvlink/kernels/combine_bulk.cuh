@@ -14,7 +14,7 @@ __device__ __forceinline__ void stage_unit(const CombineParams& p, const Round& 
   const u32 src_rank = row / p.runtime_max_tokens_per_rank, within = row % p.runtime_max_tokens_per_rank;
   if (src_rank == p.ep_rank || !active.has(src_rank)) return;
   RowValidity validity;
-  validity.load(p, src_rank, within);
+  validity.load(p, RowValidity::place(p, src_rank, within));
   if (!validity.of(round, within)) return;
   u32 begin, end;
   segment_of(row_bytes, segment, p.segments, begin, end);
@@ -35,16 +35,16 @@ struct HeldRows {
 
   __device__ __forceinline__ void find(const CombineParams& p, const Holders& holders, u32 row_bytes) {
     count = 0;
-    i32 rank = -1, slot = -1;
-    while (holders.next(rank, slot)) {
+    for_each_rank(holders.set(), [&](u32 rank) {
       // Our own rows never left the payload.
-      const u64 area = u32(rank) == p.ep_rank ? p.payload : p.workspace + u32(rank) * p.stride + p.combine_offset;
+      const u64 area = rank == p.ep_rank ? p.payload : p.workspace + rank * p.stride + p.combine_offset;
+      const u64 start = area + (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + holders.slot_at(rank)) * row_bytes;
 #pragma unroll
       for (u32 i = 0; i < WORDS; ++i)
-        if (count == i * 32 + threadIdx.x % 32)
-          starts[i] = area + (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * row_bytes;
+        if (count == i * 32 + threadIdx.x % 32) starts[i] = start;
       ++count;
-    }
+      return true;
+    });
   }
 
   __device__ __forceinline__ const u8* operator[](u32 index) const {

@@ -3,6 +3,7 @@
 // Owns headers, who holds a token's rows, which rows are valid here, and what a void round leaves behind.
 #pragma once
 
+#include "ranks.cuh"
 #include "rows.cuh"
 #include "sums.cuh"
 
@@ -25,16 +26,16 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
   for (u32 rank = threadIdx.x % 32; rank < EP_SIZE; rank += 32) {
     if (!active.has(rank)) continue;
     u64* const header = combine_header(p, rank, round.parity, p.ep_rank);
-    publish_word(round, header + 0, p.runtime_max_tokens_per_rank);
-    publish_word(round, header + 1, p.digest);
-    publish_word(round, header + 2, num_flags);
+    publish_word(header + 0, round.number, p.runtime_max_tokens_per_rank);
+    publish_word(header + 1, round.number, p.digest);
+    publish_word(header + 2, round.number, num_flags);
   }
 }
 
 // One lane per rank waits for its header and compares; lanes of one warp may call it with ranks of their own.
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
-  u32 tokens = p.runtime_max_tokens_per_rank, digest = p.digest;
+  u32 tokens, digest;
   if (!await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest)) return false;
   if (!await_releasing_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
   if (tokens != p.runtime_max_tokens_per_rank) {
@@ -53,19 +54,20 @@ struct RowValidity {
   u64 words[2];
   i32 count;
 
-  __device__ __forceinline__ void load(const CombineParams& p, u32 src_rank, u32 row, bool real = true) {
+  // Where it is told: by rows and sources in token order, by sources otherwise.
+  static __device__ __forceinline__ const u8* place(const CombineParams& p, u32 src_rank, u32 row) {
     const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
-    count = 0;
-    words[0] = words[1] = 0;
-    if (!real) return;
+    if (!ROW_ORDER_TOKEN) return mine + p.recv_counts_offset + src_rank * 4;
+    return mine + p.valid_bits_offset + (u64(src_rank) * ((p.max_num_tokens + 31) / 32) + row / 32) * 8;
+  }
+
+  __device__ __forceinline__ void load(const CombineParams& p, const u8* place) {
     if (!ROW_ORDER_TOKEN) {
-      count = reinterpret_cast<const i32*>(mine + p.recv_counts_offset)[src_rank];
+      count = i32(load_u32(reinterpret_cast<const u32*>(place)));
       return;
     }
-    const u32 per_rank = (p.max_num_tokens + 31) / 32;
-    const u64* const of_rank = reinterpret_cast<const u64*>(mine + p.valid_bits_offset) + u64(src_rank) * per_rank;
-#pragma unroll
-    for (u32 parity = 0; parity < 2; ++parity) words[parity] = of_rank[u64(parity * EP_SIZE) * per_rank + row / 32];
+    words[0] = load_word(place);
+    words[1] = load_word(place + EP_SIZE * ((p.max_num_tokens + 31) / 32) * 8);
   }
 
   // Whether the row belongs to a (token, rank) pair of this round.
@@ -76,49 +78,67 @@ struct RowValidity {
   }
 };
 
-// The ranks that hold rows of one token, visited in ascending order by a warp together.
+// The ranks that hold rows of one token: a row of both tables, spread over the lanes of a warp; lanes without a pick hold
+// the last one.
 struct Holders {
   i32 ranks[(TOP_K + 31) / 32];
   i32 slots[(TOP_K + 31) / 32];
 
-  // Not `real`: one holder that is not this rank, see `rehearsal`.
-  __device__ __forceinline__ void load(const CombineParams& p, u32 token, bool real = true) {
-    const u8* const mine = reinterpret_cast<const u8*>(p.workspace + p.ep_rank * p.stride);
+  static __device__ __forceinline__ const u32* place(const CombineParams& p, u64 table_offset, u32 token) {
+    return reinterpret_cast<const u32*>(p.workspace + p.ep_rank * p.stride + table_offset) + u64(token) * TOP_K;
+  }
+
+  // In token order a row's slot is its token, and the second table is not read.
+  __device__ __forceinline__ void load(const u32* targets, const u32* places, u32 token) {
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
-      const u32 pick = i * 32 + threadIdx.x % 32;
-      const u64 at = u64(token) * TOP_K + pick;
-      ranks[i] = real || pick ? -1 : i32((p.ep_rank + 1) % EP_SIZE);
-      slots[i] = ranks[i];
-      if (pick >= TOP_K || !real) continue;
-      ranks[i] = reinterpret_cast<const i32*>(mine + p.topk_target_ranks_offset)[at];
-      slots[i] = reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at];
+      const u32 pick = min(i * 32 + threadIdx.x % 32, TOP_K - 1);
+      ranks[i] = i32(load_u32(targets + pick));
+      slots[i] = ROW_ORDER_TOKEN ? i32(token) : i32(load_u32(places + pick));
     }
   }
 
-  // Its slot at one rank, -1 if it has none there.
-  __device__ __forceinline__ i32 slot_at(u32 rank) const {
+  __device__ __forceinline__ void load(const CombineParams& p, u32 token) {
+    load(place(p, p.topk_target_ranks_offset, token), place(p, p.topk_send_indices_offset, token), token);
+  }
+
+  // The same in all lanes.
+  __device__ __forceinline__ RankSet set() const {
+    RankSet found;
+    found.clear();
+#pragma unroll
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) found.add(ranks[i]);
+#pragma unroll
+    for (u32 i = 0; i < RANK_WORDS; ++i) found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]);
+    return found;
+  }
+
+  // Its slot at a rank that holds one.
+  __device__ __forceinline__ u32 slot_at(u32 rank) const {
+    if (ROW_ORDER_TOKEN) return u32(slots[0]);
     u32 found = 0;
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i)
-      if (ranks[i] == i32(rank)) found = u32(slots[i]) + 1;
-    // A rank is named once per token, so one lane has found it.
-    return i32(__reduce_max_sync(ALL_LANES, found)) - 1;
-  }
-
-  // The next holder after `rank` (-1 to begin); false when there is none.
-  __device__ __forceinline__ bool next(i32& rank, i32& slot) const {
-    u32 lowest = ALL_LANES;
-#pragma unroll
-    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i)
-      if (ranks[i] > rank) lowest = min(lowest, u32(ranks[i]));
-    lowest = __reduce_min_sync(ALL_LANES, lowest);
-    if (lowest == ALL_LANES) return false;
-    rank = i32(lowest);
-    slot = slot_at(lowest);
-    return true;
+      if (ranks[i] == i32(rank)) found = u32(slots[i]);
+    return __reduce_max_sync(ALL_LANES, found);
   }
 };
+
+// Calls visit(rank) for each rank of a set, in ascending order, until it says false; whether it never did.
+template <typename Visit>
+__device__ __forceinline__ bool for_each_rank(const RankSet& ranks, Visit visit) {
+#pragma unroll
+  for (u32 i = 0; i < RANK_WORDS; ++i) {
+    u32 left = ranks.words[i];
+#pragma unroll 1
+    while (left) {
+      const u32 rank = i * 32 + __ffs(left) - 1;
+      left &= left - 1;
+      if (!visit(rank)) return false;
+    }
+  }
+  return true;
+}
 
 // What a void round leaves: not a number, everywhere.
 __device__ __noinline__ void void_combine(const CombineParams& p, u64 thread, u64 step) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& 
   if (ROW_ORDER_TOKEN) {
     // The slot is the token: nothing of the tables is needed, and the first rows leave without waiting for them.
     TokenIds ids;
-    ids.load(p, token);
+    ids.load(p, ids_of(p, token));
     ids.destinations(p, active, token, to);
   } else {
     const u32* const ready = reinterpret_cast<const u32*>(mine + p.tables_ready_offset) + token / 32;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
     // Neighbouring words on different CTAs: the first rows can leave while later tokens are still being routed.
     const u32 self = warp * gridDim.x + blockIdx.x, step = pushers * gridDim.x;
     for (u32 word = self; word < words; word += step)
-      publish_bits(p, round, active, word, word_ranks(p, active, word));
+      publish_bits(p, round, active, WordPlace(p, word), word_ranks(p, active, word));
     bool fine = true;
     for (u32 word = self; fine && word < words; word += step) {
       fine = write_tables(p, round, active, word, placings[warp]);

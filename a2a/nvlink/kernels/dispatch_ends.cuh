@@ -18,9 +18,9 @@ __device__ __forceinline__ void send_headers(const DispatchParams& p, const Roun
     if (RANK_MASK && !active.has(rank)) continue;
     u8* const theirs = reinterpret_cast<u8*>(p.workspace + rank * p.stride);
     u64* const header = header_of(theirs, p.dispatch_header_offset, round.parity, p.ep_rank);
-    publish_word(round, header + 0, p.runtime_max_tokens_per_rank);
-    publish_word(round, header + 1, p.digest);
-    publish_word(round, header + 2, num_flags);
+    publish_word(header + 0, round.number, p.runtime_max_tokens_per_rank);
+    publish_word(header + 1, round.number, p.digest);
+    publish_word(header + 2, round.number, num_flags);
   }
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void count_sent(const DispatchParams& p, const Round&
   u32 count = 0;
   if (!RANK_MASK || active.has(rank))
     bits_before(round, sent_word(p, mine, rank, 0), p.runtime_max_tokens_per_rank, p.ep_rank, count);
-  if (round.real && threadIdx.x % 32 == 0) reinterpret_cast<i32*>(mine + p.send_counts_offset)[rank] = i32(count);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<i32*>(mine + p.send_counts_offset)[rank] = i32(count);
 }
 
 __device__ __forceinline__ bool count_received(const DispatchParams& p, const Round& round, const RankSet& active,
@@ -63,8 +63,7 @@ __device__ __forceinline__ bool count_received(const DispatchParams& p, const Ro
   if (!RANK_MASK || active.has(rank))
     fine = bits_before(round, valid_words(mine, p.valid_bits_offset, p.max_num_tokens, round.parity, rank),
                        p.runtime_max_tokens_per_rank, rank, count);
-  if (round.real && threadIdx.x % 32 == 0)
-    reinterpret_cast<i32*>(mine + p.recv_counts_offset)[rank] = i32(fine ? count : 0);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<i32*>(mine + p.recv_counts_offset)[rank] = i32(fine ? count : 0);
   return fine;
 }
 
@@ -75,7 +74,7 @@ __device__ __noinline__ void send_eplb(const DispatchParams& p, const Round& rou
     const u32 rank = i / p.num_eplb_stats, entry = i % p.num_eplb_stats;
     if (RANK_MASK && !active.has(rank)) continue;
     u64* const landing = reinterpret_cast<u64*>(p.workspace + rank * p.stride + p.eplb_landing_offset);
-    publish_word(round, landing + u64(round.parity * EP_SIZE + p.ep_rank) * p.num_eplb_stats + entry,
+    publish_word(landing + u64(round.parity * EP_SIZE + p.ep_rank) * p.num_eplb_stats + entry, round.number,
                  reinterpret_cast<const u32*>(p.eplb_local_stats)[entry]);
   }
 }

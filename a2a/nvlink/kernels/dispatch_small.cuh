@@ -12,19 +12,12 @@
 #include "quantize.cuh"
 #endif
 
-__device__ __forceinline__ u64* dispatch_line(const DispatchParams& p, u32 rank, u32 parity, u32 src_rank, u32 token,
-                                              u32 num_lines) {
-  const u64 row = (u64(parity * EP_SIZE + src_rank) * p.landing_tokens + token) * num_lines;
-  return reinterpret_cast<u64*>(p.workspace + rank * p.stride + p.dispatch_landing_offset + row * LINE_BYTES);
-}
-
 // What part `part` of a token's lines carries: two pieces; the last part of a line one, and the tag.
 struct Part {
   u32 part;
   Piece low, high;
 
-  __device__ __forceinline__ void locate(const DispatchParams& p, u32 which) {
-    part = which;
+  __device__ __forceinline__ Part(const DispatchParams& p, u32 part) : part(part) {
     low.locate(p, at());
     high.locate(p, part % 8 == 7 ? ALL_LANES : at() + 8);
   }
@@ -32,52 +25,63 @@ struct Part {
   __device__ __forceinline__ u32 at() const { return part / 8 * LINE_DATA_BYTES + part % 8 * 16; }
 
   // A row of ours: what came, or the padded slot that nothing came for.
-  __device__ __forceinline__ void settle(const DispatchParams& p, u32 row, bool hit, u64 low_word, u64 high_word,
-                                         bool real) const {
+  template <bool WORDS>
+  __device__ __forceinline__ void settle(const DispatchParams& p, u32 row, bool hit, u64 low_word, u64 high_word) const {
     if (hit) {
-      low.store(row, low_word, real);
-      high.store(row, high_word, real);
-    } else if (real) {
+      low.store<WORDS>(row, low_word);
+      high.store<WORDS>(row, high_word);
+    } else {
       scrub_piece(p, at(), row);
       if (part % 8 != 7) scrub_piece(p, at() + 8, row);
     }
-    if (ROW_ORDER_TOKEN && part == 0 && real)
+    if (ROW_ORDER_TOKEN && part == 0)
       reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride)[p.row_valid_offset + row] = hit;
   }
 };
 
-// Sends one part to every rank of its token.
-__device__ __forceinline__ void send_part(const DispatchParams& p, const Round& round, const RankSet& ranks, u32 token,
-                                          u32 part, u32 num_lines, u64 low, u64 high) {
-  if (part % 8 == 7) high = u64(round.number) << 32;
+// Where a part of the lines of a token lies in the landing areas: a row of lines per parity, source and token.
+struct Landing {
+  u64 ours;  // in rank 0's area, from us; other ranks' lie a stride further each
+  u64 mine;  // in our area, from rank 0
+  u32 of_source, of_parity;
+
+  __device__ __forceinline__ Landing(const DispatchParams& p, u32 token, u32 part, u32 num_lines) {
+    of_source = p.landing_tokens * num_lines * LINE_BYTES;
+    of_parity = EP_SIZE * of_source;
+    mine = p.workspace + p.dispatch_landing_offset + (token * num_lines * LINE_BYTES + part * 16);
+    ours = mine + u64(p.ep_rank) * of_source;
+    mine += p.ep_rank * p.stride;
+  }
+};
+
+// Sends one part to every rank of its token, `line` being where it goes at rank 0. In token order our own row needs no
+// line: it is put in its place at once.
+__device__ __forceinline__ void send_part(const DispatchParams& p, const RankSet& ranks, u64 line, u64 low, u64 high) {
 #pragma unroll
   for (u32 i = 0; i < RANK_WORDS; ++i) {
     u32 left = ranks.words[i];
+    if (ROW_ORDER_TOKEN && p.ep_rank / 32 == i) left &= ~(1u << p.ep_rank % 32);
+#pragma unroll 1
     while (left) {
       const u32 dst_rank = i * 32 + __ffs(left) - 1;
       left &= left - 1;
-      // In token order our own row has been put in its place.
-      if (ROW_ORDER_TOKEN && dst_rank == p.ep_rank) continue;
-u64* const to = dispatch_line(p, dst_rank, round.parity, p.ep_rank, token, num_lines) + u64(part) * 2;
-      if (round.real) store_line_part(to, low, high);
+      store_line_part(reinterpret_cast<u64*>(line + dst_rank * p.stride), low, high);
     }
   }
 }
 
 // What the grid's row 0 does. Words first: every receiver's copying waits for them. What a warp does besides is spread, so
-// that few do two things one after the other. `ranks`: of the warp's first word.
+// that few do two things one after the other. `ranks` and `place`: of the warp's first word.
 __device__ __forceinline__ void route_and_count(const DispatchParams& p, const Round& round, const RankSet& active,
-                                                RankSet ranks, Placing& placing) {
+                                                const RankSet& ranks, const WordPlace& place, Placing& placing) {
   const u32 warps = blockDim.x / 32, warp = blockIdx.x * warps + threadIdx.x / 32, step = gridDim.x * warps;
   const u32 words = (p.runtime_max_tokens_per_rank + 31) / 32;
+  if (warp < words) publish_bits(p, round, active, place, ranks);
 #pragma unroll 1
-  for (u32 word = warp; word < words; word += step) {
-    if (word != warp) ranks = word_ranks(p, active, word, round.real);
-    publish_bits(p, round, active, word, ranks);
-  }
+  for (u32 word = warp + step; word < words; word += step)
+    publish_bits(p, round, active, WordPlace(p, word), word_ranks(p, active, word));
   if (warp == step - 1) send_headers(p, round, active, 0);
-  if (p.num_eplb_stats && round.real)
-    send_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+  if (p.num_eplb_stats) send_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
   // Task 0 checks headers, 1.. count what came from each rank and what went to each.
 #pragma unroll 1
   for (u32 task = step - 1 - warp; task < 1 + 2 * EP_SIZE; task += step) {
@@ -88,61 +92,53 @@ __device__ __forceinline__ void route_and_count(const DispatchParams& p, const R
 #pragma unroll 1
   for (u32 word = (warp + step / 2) % step; word < words; word += step)
     if (!write_tables(p, round, active, word, placing)) return;
-  if (p.num_eplb_stats && round.real)
-    receive_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+  if (p.num_eplb_stats) receive_eplb(p, round, active, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
-// The grid's row 0.
+// The grid's row 0. As in every kernel of this regime, what needs no earlier kernel's result is computed before the wait
+// for it: at few tokens a round takes as long as the instructions between that wait and the first store.
 __device__ __forceinline__ void dispatch_small_routing(const DispatchParams& p, u32* verdict) {
   __shared__ Placing placings[MAX_THREADS / 32];
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   u8* const state = mine + p.round_state_offset;
   const u32 first_word = (blockIdx.x * blockDim.x + threadIdx.x) / 32, num_ctas = gridDim.x * gridDim.y;
-  Round round = rehearsal(PHASE_DISPATCH, state, p.host_words, verdict);
-#pragma unroll 1
-  for (bool real = false;; real = true) {
-    RoundWords round_words;
-    if (real) {
-      await_previous_kernel();
-      next_kernel_may_come();
-      round_words = load_round(state);
-    }
-    const RankSet active = active_ranks(mine + p.rank_mask_offset, real);
-    RankSet ranks;
-    ranks.clear();
-    if (first_word * 32 < p.runtime_max_tokens_per_rank) ranks = word_ranks(p, active, first_word, real);
-    if (real) {
-      bool failed;
-      round = begin_round(round_words, PHASE_DISPATCH, state, p.host_words, verdict, failed);
-      if (failed) {
-        void_dispatch(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
-        return;
-      }
-    }
-    route_and_count(p, round, active, ranks, placings[threadIdx.x / 32]);
-    if (real) break;
+  const u32 token = first_word * 32 + threadIdx.x % 32;
+  const WordPlace place(p, first_word);
+  const u32* const ids = ids_of(p, token);
+  if (!known_by_now(place.theirs, place.sent, ids, state)) return;
+  await_previous_kernel();
+  next_kernel_may_come();
+  const RankSet active = active_ranks(mine + p.rank_mask_offset);
+  const RoundWords round_words = load_round(state);
+  RankSet ranks;
+  ranks.clear();
+  if (token < p.num_tokens) ranks = ranks_of(p, active, ids);
+  bool failed;
+  const Round round = begin_round(round_words, PHASE_DISPATCH, state, p.host_words, verdict, failed);
+  if (failed) {
+    void_dispatch(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
+    return;
   }
+  __syncwarp();
+  route_and_count(p, round, active, ranks, place, placings[threadIdx.x / 32]);
   if (end_round(round, DISPATCH_EXITS, DISPATCH_CLAIMS, num_ctas, blockIdx.x == 0))
     void_dispatch(p, threadIdx.x, blockDim.x);
 }
 
-// Waits for a part of one row from one source, and puts it in its place: its line in the landing area has come, or the
-// word that says that there will be none.
+// Waits for a part of one row from one source, and puts it in its place: its line has come, or the word that says that
+// there will be none.
+template <bool WORDS>
 __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Round& round, u32 src_rank, bool active,
-                                             u32 token, u32 num_lines, const Part& here) {
-  const u32 lane = threadIdx.x % 32;
-  u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
-  const u64* const words = valid_words(mine, p.valid_bits_offset, p.max_num_tokens, round.parity, src_rank);
-  const u64* const from = dispatch_line(p, p.ep_rank, round.parity, src_rank, token, num_lines) + u64(here.part) * 2;
-  const bool inside = here.part < num_lines * 8;
+                                             u32 token, const u64* words, const u64* line, bool inside,
+                                             const Part& here) {
   u64 low = 0, high = 0;
   bool hit = false;
   // Both are looked at together: neither waits for the other, and a line that is here needs no word.
   Patience patience;
   while (active) {
-    const u64 word = round.real ? load_relaxed(words + token / 32) : 0;
-    if (inside && round.real) load_line_part(from, low, high);
-    const u32 tag = u32(__shfl_sync(ALL_LANES, high, lane | 7) >> 32);
+    const u64 word = load_relaxed(words + token / 32);
+    if (inside) load_line_part(line, low, high);
+    const u32 tag = u32(__shfl_sync(ALL_LANES, high, threadIdx.x % 32 | 7) >> 32);
     const bool told = u32(word >> 32) == round.number;
     hit = inside && tag == round.number;
     const bool missing = told && !(word >> (token % 32) & 1);
@@ -158,110 +154,130 @@ __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Roun
     // Padded slots are shared out among the tokens that did not come, from the block's end: no count is needed.
     slot = hit ? before : p.runtime_max_tokens_per_rank - 1 - (token - before);
   }
-  if (inside) here.settle(p, src_rank * p.runtime_max_tokens_per_rank + slot, hit, low, high, round.real);
+  if (inside) here.settle<WORDS>(p, src_rank * p.runtime_max_tokens_per_rank + slot, hit, low, high);
   return true;
 }
 
-// The grid's other rows. Each sweep moves as many parts of every token as a row of the grid has threads; one does, unless
-// rows are very long. All sends of a sweep precede its waits.
+// The grid's other rows. Each sweep moves as many parts of every token as a row of the grid has threads. All sends of a
+// sweep precede its waits. WORDS: one sweep moves all, and all payloads are of whole words that lie on multiples of 8; it
+// is nearly always so.
+template <bool WORDS>
 __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32* verdict) {
 #if WIRE_FORMAT
   extern __shared__ u64 image[];
 #endif
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
-  u8* const state = mine + p.round_state_offset;
+  const u8* const state = mine + p.round_state_offset;
   const u32 tokens = p.runtime_max_tokens_per_rank, first = blockIdx.y - 1, rows = gridDim.y - 1;
   const u32 num_lines = (image_bytes(p) + LINE_DATA_BYTES - 1) / LINE_DATA_BYTES;
   const u32 num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
-  const u32 first_part = blockIdx.x * blockDim.x + threadIdx.x, parts = gridDim.x * blockDim.x;
-  Part here;
-  here.locate(p, first_part);
-  RankSet active = active_ranks(nullptr, false);
-  Round round = rehearsal(PHASE_DISPATCH, state, p.host_words, verdict);
-  bool fine = true;
-  // Sweep 0 is a rehearsal of sweep 1.
-#pragma unroll 1
-  for (u32 sweep = 0;; ++sweep) {
-    const bool real = sweep > 0;
-    if (sweep == 1) {
+  const u64* const all_words = valid_words(mine, p.valid_bits_offset, p.max_num_tokens, 0, 0);
+  const u32 own_row = p.ep_rank * tokens;
+  RankSet active;
+  Round round;
+  bool fine = true, begun = false;
+  u32 part = blockIdx.x * blockDim.x + threadIdx.x;
+  do {
+    const Part here(p, part);
+    const Landing landing(p, first, part, num_lines);
+    const u32* const first_ids = ids_of(p, first);
+    const bool inside = part < num_lines * 8, is_tag = part % 8 == 7;
+    const u8* const low_from = here.low.from + u64(first) * here.low.row_bytes;
+    const u8* const high_from = here.high.from + u64(first) * here.high.row_bytes;
+    if (WORDS || !begun) {
+      if (!known_by_now(landing.ours, landing.mine, landing.of_parity, state, first_ids, low_from, high_from, here.low.to,
+                        here.high.to, all_words))
+        return;
       await_previous_kernel();
       next_kernel_may_come();
     }
-    if (sweep > 1) here.locate(p, here.part + parts);
-    const bool inside = here.part < num_lines * 8;
-    // The first token's bytes and ids first: they take longest to come.
     TokenIds ids;
     u64 low = 0, high = 0;
     if (first < p.num_tokens) {
+      ids.load(p, first_ids);
 #if !WIRE_FORMAT
-      low = here.low.load(first, real);
-      high = here.high.load(first, real);
+      low = here.low.load_at<WORDS>(low_from);
+      high = here.high.load_at<WORDS>(high_from);
 #endif
-      ids.load(p, first, real);
     }
-    if (sweep == 1) {
+    if (WORDS || !begun) {
       active = active_ranks(mine + p.rank_mask_offset);
       bool failed;
-      round = begin_round(load_round(state), PHASE_DISPATCH, state, p.host_words, verdict, failed);
+      round = begin_round(load_round(state), PHASE_DISPATCH, mine + p.round_state_offset, p.host_words, verdict, failed);
       if (failed) {
         void_dispatch(p, u64(cta) * blockDim.x + threadIdx.x, u64(num_ctas) * blockDim.x);
         return;
       }
+      begun = true;
     }
-    const u32 end = real ? tokens : min(tokens, first + 1);
+    const u32 in_parity = round.parity * landing.of_parity;
+    const u64 tag = u64(round.number) << 32;
+    u64 line = landing.ours + in_parity;
 #pragma unroll 1
-    for (u32 token = first; token < end; token += rows) {
+    for (u32 token = first; token < tokens; token += rows) {
       RankSet ranks;
       ranks.clear();
       if (token < p.num_tokens) {
 #if WIRE_FORMAT
         __syncthreads();
-        if (real) quantize_image(p, token, image);
+        quantize_image(p, token, image);
         __syncthreads();
         low = here.low.count ? image[here.at() / 8] : 0;
         high = here.high.count ? image[here.at() / 8 + 1] : 0;
 #endif
         ranks = ids.ranks(p, active);
       }
-      // What is sent next is read before what is sent now is stored.
-      u64 next_low = 0, next_high = 0;
-      if (token + rows < p.num_tokens && real) {
+      if (!inside) ranks.clear();
+      send_part(p, ranks, line, low, is_tag ? tag : high);
+      if (ROW_ORDER_TOKEN && inside) here.settle<WORDS>(p, own_row + token, ranks.has(p.ep_rank), low, high);
+      line += rows * num_lines * LINE_BYTES;
+      if (token + rows >= p.num_tokens) continue;
+      ids.load(p, ids_of(p, token + rows));
 #if !WIRE_FORMAT
-        next_low = here.low.load(token + rows);
-        next_high = here.high.load(token + rows);
+      low = here.low.load<WORDS>(token + rows);
+      high = here.high.load<WORDS>(token + rows);
 #endif
-        ids.load(p, token + rows);
-      }
-      if (inside) {
-        send_part(p, round, ranks, token, here.part, num_lines, low, high);
-        if (ROW_ORDER_TOKEN) here.settle(p, p.ep_rank * tokens + token, ranks.has(p.ep_rank), low, high, real);
-      }
-      low = next_low;
-      high = next_high;
     }
+    u64 inbox = landing.mine + in_parity;
 #pragma unroll 1
-    for (u32 token = first; fine && token < end; token += rows)
+    for (u32 token = first; fine && token < tokens; token += rows) {
 #pragma unroll 1
       for (u32 i = ROW_ORDER_TOKEN; fine && i < EP_SIZE; ++i) {
         // Ours first: it is here while the others' are still on the wire.
         const u32 src_rank = (p.ep_rank + i) % EP_SIZE;
-        fine = receive_part(p, round, src_rank, !RANK_MASK || active.has(src_rank), token, num_lines, here);
+        fine = receive_part<WORDS>(p, round, src_rank, !RANK_MASK || active.has(src_rank), token,
+                                   all_words + (round.parity * EP_SIZE + src_rank) * max_words(p.max_num_tokens),
+                                   reinterpret_cast<const u64*>(inbox + src_rank * landing.of_source), inside, here);
       }
+      inbox += rows * num_lines * LINE_BYTES;
+    }
+    part += gridDim.x * blockDim.x;
     // All warps of a CTA make the same sweeps, also behind a failure: there are barriers in them.
-    if (real && here.part - threadIdx.x + parts >= num_lines * 8) break;
-  }
+  } while (!WORDS && part - threadIdx.x < num_lines * 8);
   if (end_round(round, DISPATCH_EXITS, DISPATCH_CLAIMS, num_ctas, false)) void_dispatch(p, threadIdx.x, blockDim.x);
 }
 
-// Bound by how many CTAs are resident, so registers are few; but where quantising or sets of many ranks would spill.
-constexpr bool SMALL_IS_LEAN = !WIRE_FORMAT && !RANK_MASK && RANK_WORDS == 1;
-
-extern "C" __global__ void __launch_bounds__(SMALL_IS_LEAN ? MAX_SMALL_THREADS : MAX_THREADS, SMALL_IS_LEAN ? 2 : 1)
-    dispatch_small(const __grid_constant__ DispatchParams p) {
+template <bool WORDS>
+__device__ __forceinline__ void dispatch_small(const DispatchParams& p) {
   __shared__ u32 verdict;
   touch(p);
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
   __syncthreads();
   if (blockIdx.y == 0) dispatch_small_routing(p, &verdict);
-  else dispatch_small_rows(p, &verdict);
+  else dispatch_small_rows<WORDS>(p, &verdict);
 }
+
+// Bound by how many CTAs are resident, so registers are few; but where quantising or sets of many ranks would spill.
+constexpr bool SMALL_IS_LEAN = !WIRE_FORMAT && !RANK_MASK && RANK_WORDS == 1;
+
+#define DISPATCH_SMALL(name, words)                                                                             \
+  extern "C" __global__ void __launch_bounds__(SMALL_IS_LEAN ? MAX_SMALL_THREADS : MAX_THREADS,                 \
+                                               SMALL_IS_LEAN ? 2 : 1)                                           \
+      name(const __grid_constant__ DispatchParams p) {                                                          \
+    dispatch_small<words>(p);                                                                                   \
+  }
+
+DISPATCH_SMALL(dispatch_small_bytes, false)
+#if !WIRE_FORMAT
+DISPATCH_SMALL(dispatch_small_words, true)
+#endif

@@ -115,7 +115,7 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
   for (u32 at = others_at + threadIdx.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
     Piece piece;
     piece.locate(p, at);
-    image[at / 8] = piece.load(token);
+    image[at / 8] = piece.load<false>(token);
   }
 }
 

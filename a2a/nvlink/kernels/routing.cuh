@@ -8,37 +8,16 @@
 // is ever incremented and nothing needs to be zeroed.
 #pragma once
 
+#include "ranks.cuh"
 #include "rows.cuh"
 #include "sync.cuh"
 
-constexpr u32 RANK_WORDS = (EP_SIZE + 31) / 32;
-
-struct RankSet {
-  u32 words[RANK_WORDS];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (u32 i = 0; i < RANK_WORDS; ++i) words[i] = 0;
-  }
-  // Register arrays cannot be indexed at run time, hence the loops.
-  __device__ __forceinline__ void add(u32 rank) {
-#pragma unroll
-    for (u32 i = 0; i < RANK_WORDS; ++i) words[i] |= rank / 32 == i ? 1u << (rank % 32) : 0u;
-  }
-  __device__ __forceinline__ bool has(u32 rank) const {
-    u32 word = 0;
-#pragma unroll
-    for (u32 i = 0; i < RANK_WORDS; ++i) word = rank / 32 == i ? words[i] : word;
-    return word >> (rank % 32) & 1;
-  }
-};
-
 // Ranks that take part. A device word says so, because it may change under a captured graph.
-__device__ __forceinline__ RankSet active_ranks(const u8* rank_mask, bool real = true) {
+__device__ __forceinline__ RankSet active_ranks(const u8* rank_mask) {
   RankSet active;
 #pragma unroll
   for (u32 i = 0; i < RANK_WORDS; ++i)
-    active.words[i] = RANK_MASK && real ? load_relaxed(reinterpret_cast<const u32*>(rank_mask) + i) : ALL_LANES;
+    active.words[i] = RANK_MASK ? load_relaxed(reinterpret_cast<const u32*>(rank_mask) + i) : ALL_LANES;
   return active;
 }
 
@@ -47,14 +26,17 @@ struct RawId {
   u32 low, high;  // high: 0 where ids have 4 bytes
 };
 
-// Not `real`: expert 0, see `rehearsal`.
-__device__ __forceinline__ RawId load_id(const DispatchParams& p, u32 token, u32 pick, bool real = true) {
+// Id number `index` behind `from`.
+__device__ __forceinline__ RawId load_id(const DispatchParams& p, const u32* from, u32 index) {
   const bool wide = p.id_bytes == 8;
-  const u32* const from = reinterpret_cast<const u32*>(p.topk_ids) + ((u64(token) * TOP_K + pick) << u32(wide));
-  RawId id = {0, 0};
-  if (real) id.low = from[0];
-  if (real && wide) id.high = from[1];
+  const u32* const at = from + (index << u32(wide));
+  RawId id = {load_u32(at), 0};
+  if (wide) id.high = load_u32(at + 1);
   return id;
+}
+
+__device__ __forceinline__ const u32* ids_of(const DispatchParams& p, u32 token) {
+  return reinterpret_cast<const u32*>(p.topk_ids + u64(token) * TOP_K * p.id_bytes);
 }
 
 // The rank of a pick, -1 if it goes nowhere: an id outside [0, NUM_EXPERTS), read as unsigned, is too big.
@@ -63,21 +45,19 @@ __device__ __forceinline__ i32 rank_of(const DispatchParams& p, const RankSet& a
   constexpr i32 base = NUM_EXPERTS / EP_SIZE, larger = NUM_EXPERTS % EP_SIZE, split = larger * (base + 1);
   const i32 expert = i32(id.low);
   i32 rank;
-  if (PLACEMENT_TABLE) rank = reinterpret_cast<const i32*>(p.placement)[expert];  // of the object: never changes
+  if (PLACEMENT_TABLE) rank = reinterpret_cast<const i32*>(p.placement)[expert];
   else rank = expert < split ? expert / (base + 1) : larger + (expert - split) / base;
   return !RANK_MASK || active.has(rank) ? rank : -1;
 }
 
-// The ids of one token, spread over the lanes of a warp.
+// The ids of one token, spread over the lanes of a warp; lanes without one hold the last.
 struct TokenIds {
   RawId ids[(TOP_K + 31) / 32];
 
-  __device__ __forceinline__ void load(const DispatchParams& p, u32 token, bool real = true) {
+  __device__ __forceinline__ void load(const DispatchParams& p, const u32* ids_of_token) {
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
-      const u32 pick = i * 32 + threadIdx.x % 32;
-      ids[i] = {ALL_LANES, 0};
-      if (pick < TOP_K) ids[i] = load_id(p, token, pick, real);
+      ids[i] = load_id(p, ids_of_token, min(i * 32 + threadIdx.x % 32, TOP_K - 1));
     }
   }
 
@@ -86,10 +66,7 @@ struct TokenIds {
     RankSet found;
     found.clear();
 #pragma unroll
-    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) {
-      const i32 rank = rank_of(p, active, ids[i]);
-      if (rank >= 0) found.add(rank);
-    }
+    for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) found.add(rank_of(p, active, ids[i]));
 #pragma unroll
     for (u32 i = 0; i < RANK_WORDS; ++i) found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]);
     return found;
@@ -131,47 +108,62 @@ __device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_n
   return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
 }
 
-// The ranks of 32 tokens, one token per lane; none for tokens from num_tokens on.
-__device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word,
-                                              bool real = true) {
+// The ranks of one token, by one lane.
+__device__ __forceinline__ RankSet ranks_of(const DispatchParams& p, const RankSet& active, const u32* ids_of_token) {
   constexpr u32 BATCH = TOP_K < 8 ? TOP_K : 8;
-  const u32 token = word * 32 + threadIdx.x % 32;
   RankSet ranks;
   ranks.clear();
-  if (token >= p.num_tokens) return ranks;
 #pragma unroll 1
   for (u32 first = 0; first < TOP_K; first += BATCH) {
     RawId ids[BATCH];
 #pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) ids[i] = load_id(p, token, min(first + i, TOP_K - 1), real);
+    for (u32 i = 0; i < BATCH; ++i) ids[i] = load_id(p, ids_of_token, min(first + i, TOP_K - 1));
 #pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) {
-      const i32 rank = rank_of(p, active, ids[i]);
-      if (rank >= 0) ranks.add(rank);
-    }
+    for (u32 i = 0; i < BATCH; ++i) ranks.add(rank_of(p, active, ids[i]));
   }
   return ranks;
 }
 
+// The ranks of 32 tokens, one token per lane; none for tokens from num_tokens on.
+__device__ __forceinline__ RankSet word_ranks(const DispatchParams& p, const RankSet& active, u32 word) {
+  const u32 token = word * 32 + threadIdx.x % 32;
+  if (token < p.num_tokens) return ranks_of(p, active, ids_of(p, token));
+  RankSet ranks;
+  ranks.clear();
+  return ranks;
+}
+
+// Where the words about 32 tokens go: for the rank that has the lane's number, in round parity 0.
+struct WordPlace {
+  u64 theirs, sent;
+
+  __device__ __forceinline__ WordPlace(const DispatchParams& p, u32 word) {
+    const u32 lane = threadIdx.x % 32;
+    u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+    u8* const other = reinterpret_cast<u8*>(p.workspace + lane * p.stride);
+    theirs = reinterpret_cast<u64>(valid_words(other, p.valid_bits_offset, p.max_num_tokens, 0, p.ep_rank) + word);
+    sent = reinterpret_cast<u64>(sent_word(p, mine, lane, word));
+  }
+};
+
 // Tells every rank, and ourselves, which of 32 tokens go there, also where none do: what a rank sends does not depend on
 // how many tokens it has.
 __device__ __forceinline__ void publish_bits(const DispatchParams& p, const Round& round, const RankSet& active,
-                                             u32 word, const RankSet& ranks) {
-  const u32 lane = threadIdx.x % 32;
-  u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+                                             const WordPlace& place, const RankSet& ranks) {
+  const u32 lane = threadIdx.x % 32, row = max_words(p.max_num_tokens) * 8;
+  const u64 parity = round.parity * EP_SIZE * row;
+#pragma unroll 1
   for (u32 first = 0; first < EP_SIZE; first += 32) {
     u32 bits = 0;
     const u32 count = min(32u, EP_SIZE - first);
-#pragma unroll 1
+#pragma unroll 2
     for (u32 i = 0; i < count; ++i) {
       const u32 ballot = __ballot_sync(ALL_LANES, ranks.has(first + i));
       if (lane == i) bits = ballot;
     }
-    const u32 dst_rank = first + lane;
-    if (lane < count && (!RANK_MASK || active.has(dst_rank))) {
-      u8* const theirs = reinterpret_cast<u8*>(p.workspace + dst_rank * p.stride);
-      publish_word(round, valid_words(theirs, p.valid_bits_offset, p.max_num_tokens, round.parity, p.ep_rank) + word, bits);
-      publish_word(round, sent_word(p, mine, dst_rank, word), bits);
+    if (lane < count && (!RANK_MASK || active.has(first + lane))) {
+      publish_word(reinterpret_cast<u64*>(place.theirs + parity + first * p.stride), round.number, bits);
+      publish_word(reinterpret_cast<u64*>(place.sent + u64(first) * row), round.number, bits);
     }
   }
 }
@@ -230,11 +222,12 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
   if (token < p.num_tokens) {
     i32* const targets = reinterpret_cast<i32*>(mine + p.topk_target_ranks_offset) + u64(token) * TOP_K;
     i32* const slots = reinterpret_cast<i32*>(mine + p.topk_send_indices_offset) + u64(token) * TOP_K;
+    const u32* const ids_of_token = ids_of(p, token);
     RankSet seen;
     seen.clear();
 #pragma unroll 1
     for (u32 pick = 0; pick < TOP_K; ++pick) {
-      const i32 rank = rank_of(p, active, load_id(p, token, pick, round.real));
+      const i32 rank = rank_of(p, active, load_id(p, ids_of_token, pick));
       const bool first = rank >= 0 && !seen.has(rank);
       i32 slot = -1;
       if (first) {
@@ -242,8 +235,8 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
         slot = token;
         if (!ROW_ORDER_TOKEN) slot = placing.before[rank] + __popc(placing.bits[rank] & ((1u << lane) - 1));
       }
-      if (round.real) targets[pick] = first ? rank : -1;
-      if (round.real) slots[pick] = slot;
+      targets[pick] = first ? rank : -1;
+      slots[pick] = slot;
     }
   }
   __syncwarp();

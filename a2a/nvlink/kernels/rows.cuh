@@ -21,6 +21,18 @@ __device__ __forceinline__ u32 common_alignment(u64 bits) {
   return low & (0u - low);
 }
 
+__device__ __forceinline__ u32 load_u32(const u32* from) {
+  u32 value;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ u64 load_word(const u8* from) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+  return value;
+}
+
 __device__ __forceinline__ Vec16 load16(const u8* from) {
   Vec16 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -136,12 +148,6 @@ __device__ __noinline__ void store_bytes(u8* to, u32 count, u64 value) {
   for (u32 i = 0; i < count; ++i) to[i] = u8(value >> (8 * i));
 }
 
-__device__ __forceinline__ u64 load_word(const u8* from) {
-  u64 value;
-  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
-  return value;
-}
-
 // Eight bytes of a token's image: where they come from, and where they belong. Known before any row is.
 struct Piece {
   const u8* from;  // in row 0 of the caller's payload
@@ -162,6 +168,8 @@ struct Piece {
     }
     count = row_bytes = 0;
     word = false;
+    from = reinterpret_cast<const u8*>(p.payload_rows[0]);
+    to = nullptr;
     if (payload >= p.num_payloads) return payload;
     row_bytes = p.payload_bytes[payload];
     count = min(8u, row_bytes - at);
@@ -171,18 +179,24 @@ struct Piece {
     return payload;
   }
 
-  __device__ __forceinline__ u64 load(u32 row, bool real = true) const {
-    const u8* const at = from + u64(row) * row_bytes;
-    u64 value = 0;
-    if (word && real) value = load_word(at);
-    if (!word && count && real) value = load_bytes(at, count);
-    return value;
+  // WORDS: no payload of this launch has any but whole words, and nothing is asked. What is loaded past the image's end
+  // is then the beginning of the row.
+  template <bool WORDS>
+  __device__ __forceinline__ u64 load_at(const u8* at) const {
+    if (WORDS || word) return load_word(at);
+    return count ? load_bytes(at, count) : 0;
   }
 
-  __device__ __forceinline__ void store(u32 row, u64 value, bool real = true) const {
+  template <bool WORDS>
+  __device__ __forceinline__ u64 load(u32 row) const {
+    return load_at<WORDS>(from + u64(row) * row_bytes);
+  }
+
+  template <bool WORDS>
+  __device__ __forceinline__ void store(u32 row, u64 value) const {
     u8* const at = to + u64(row) * row_bytes;
-    if (word && real) *reinterpret_cast<u64*>(at) = value;
-    if (!word && count && real) store_bytes(at, count, value);
+    if (WORDS ? count != 0 : word) *reinterpret_cast<u64*>(at) = value;
+    else if (!WORDS && count) store_bytes(at, count, value);
   }
 };
 
@@ -193,9 +207,9 @@ __device__ __noinline__ void scrub_piece(const DispatchParams& p, u32 at, u32 ro
   if (payload >= p.num_payloads) return;
   if (i32(payload) == p.ids_payload) {
     const u32 high = piece.row_bytes == 8 * TOP_K ? u32(p.invalid_id >> 31) : u32(p.invalid_id);
-    piece.store(row, u64(high) << 32 | u32(p.invalid_id));
+    piece.store<false>(row, u64(high) << 32 | u32(p.invalid_id));
   } else if (p.payload_fill[payload] >= 0) {
-    piece.store(row, u64(u32(p.payload_fill[payload])) * 0x0101010101010101ull);
+    piece.store<false>(row, u64(u32(p.payload_fill[payload])) * 0x0101010101010101ull);
   }
 }
 

@@ -44,33 +44,37 @@ __device__ __forceinline__ void add_word(float* sums, u32 word) {
   }
 }
 
+// 8 bytes of sums, each rounded to TYPE.
+template <u32 TYPE>
+__device__ __forceinline__ Vec8 rounded(const float* sums) {
+  if constexpr (TYPE == TYPE_FP32) {
+    return {__float_as_uint(sums[0]), __float_as_uint(sums[1])};
+  } else {
+    return {from_float(sums[0], TYPE) | from_float(sums[1], TYPE) << 16,
+            from_float(sums[2], TYPE) | from_float(sums[3], TYPE) << 16};
+  }
+}
+
 __device__ __noinline__ void store_element(u8* row, u32 element, u32 type, float value) {
   if (type == TYPE_FP32) reinterpret_cast<float*>(row)[element] = value;
   else reinterpret_cast<u16*>(row)[element] = u16(from_float(value, type));
 }
 
 // Writes COUNT sums as elements `first`.. of an output row; those at or past `row_elements` do not exist. Fast where the
-// output is of the rows' own type TYPE and the sums make one aligned access of it, as they nearly always do. Not `real`:
-// writes nothing, see `rehearsal`.
+// output is of the rows' own type TYPE and the sums make one aligned access of it, as they nearly always do.
 template <u32 TYPE, u32 COUNT>
-__device__ __forceinline__ void store_sums(u8* row, u32 first, u32 row_elements, const float* sums, u32 type,
-                                           bool real = true) {
+__device__ __forceinline__ void store_sums(u8* row, u32 first, u32 row_elements, const float* sums, u32 type) {
   constexpr u32 BYTES = COUNT * size_of(TYPE);
   u8* const to = row + u64(first) * size_of(type);
   if constexpr (BYTES >= 8) {
     if (type == TYPE && first + COUNT <= row_elements && common_alignment(reinterpret_cast<u64>(to)) >= BYTES) {
-      u32 words[BYTES / 4];
-#pragma unroll
-      for (u32 i = 0; i < BYTES / 4; ++i)
-        words[i] = TYPE == TYPE_FP32 ? __float_as_uint(sums[i])
-                                     : from_float(sums[2 * i], TYPE) | from_float(sums[2 * i + 1], TYPE) << 16;
-      if (!real) return;
-      if (BYTES == 16) store16(to, {words[0], words[1], words[BYTES / 4 - 2], words[BYTES / 4 - 1]});
-      else *reinterpret_cast<Vec8*>(to) = {words[0], words[BYTES / 4 - 1]};
+      const Vec8 low = rounded<TYPE>(sums), high = rounded<TYPE>(sums + COUNT - 8 / size_of(TYPE));
+      if (BYTES == 16) store16(to, {low.x, low.y, high.x, high.y});
+      else *reinterpret_cast<Vec8*>(to) = low;
       return;
     }
   }
 #pragma unroll
   for (u32 i = 0; i < COUNT; ++i)
-    if (first + i < row_elements && real) store_element(row, first + i, type, sums[i]);
+    if (first + i < row_elements) store_element(row, first + i, type, sums[i]);
 }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void await_previous_kernel() {
 
 // Lets the next kernel of the stream become resident, no more: its await_previous_kernel still waits for our end. It
 // fires once all our CTAs have said so, so that the next kernel never takes a place that one of our CTAs still needs. Said
-// after await_previous_kernel: said before, a queue of kernels would become resident one behind the other.
+// behind await_previous_kernel: said before, a queue of kernels would become resident, one behind the other.
 __device__ __forceinline__ void next_kernel_may_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -61,6 +61,14 @@ __device__ __forceinline__ void touch(const Params& params) {
 #pragma unroll
   for (u32 at = 0; at < sizeof(Params) / 4; at += 16)
     asm volatile("" ::"r"(reinterpret_cast<const u32*>(&params)[at]));
+}
+
+// Whether any of the values is not zero; of addresses, always. To be asked before await_previous_kernel, and obeyed: the
+// answer cannot be given until all of them are computed. Unasked, the assembler computes a value where it is first used,
+// behind the wait, where a round pays for it.
+template <typename... Values>
+__device__ __forceinline__ bool known_by_now(Values... values) {
+  return (u64(values) | ...) != 0;
 }
 
 // ---- one round -----------------------------------------------------------------------------------------------------
@@ -81,7 +89,6 @@ constexpr u32 VERDICT_FINE = 0, VERDICT_FAILED = 1, VERDICT_CLEANS_UP = 2;
 
 struct Round {
   u32 number, parity, phase;
-  bool real;  // false: a rehearsal
   u32* state;
   HostWords* host;
   u32* verdict;
@@ -90,14 +97,6 @@ struct Round {
     return state + (1 + 2 * which + of_parity) * (LINE_BYTES / 4);
   }
 };
-
-// Code comes from as far away as data: at few tokens a kernel of the small regime would spend half its time waiting for
-// its own instructions, 128 bytes after 128 bytes. So it runs through them once before await_previous_kernel, as a
-// rehearsal, while the previous kernel still works: same path, but no access to memory is made, nothing is waited for,
-// and all ranks count as hit.
-__device__ __forceinline__ Round rehearsal(u32 phase, u8* state, u64 host_words, u32* verdict) {
-  return {0, 0, phase, false, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
-}
 
 // What begin_round makes a round of. Read apart from it, so that the reads of a kernel's inputs can stand between the
 // two and all latencies overlap. Call after await_previous_kernel.
@@ -125,8 +124,7 @@ __device__ __forceinline__ Round begin_round(RoundWords words, u32 phase, u8* st
   asm volatile("" : "+r"(words.dispatch_round), "+r"(words.combine_round), "+r"(words.error));
   const u32 number = phase == PHASE_DISPATCH ? words.dispatch_round + 1 : words.combine_round;
   failed = words.error != 0 && words.error != launch_stamp(number, phase);
-  return {number, number & 1, phase, true, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words),
-          verdict};
+  return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
 }
 
 // ---- waiting -------------------------------------------------------------------------------------------------------
@@ -198,8 +196,8 @@ __device__ __forceinline__ bool give_up(const Round& round, Patience& patience, 
 
 // Publishes 32 bits. Value and round are one 64-bit access, which is single-copy atomic: whoever sees the round sees
 // the value. It orders nothing else. Partner: await_word.
-__device__ __forceinline__ void publish_word(const Round& round, u64* to, u32 value) {
-  if (round.real) asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64(round.number) << 32) | value));
+__device__ __forceinline__ void publish_word(u64* to, u32 round, u32 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64(round) << 32) | value));
 }
 
 // Waits for publish_word of this round; false when the wait was given up. The words of two rounds that may be in flight
@@ -207,24 +205,22 @@ __device__ __forceinline__ void publish_word(const Round& round, u64* to, u32 va
 __device__ __forceinline__ bool await_word(const Round& round, const u64* from, u32 signal, u32 peer, u32& value) {
   Patience patience;
   while (true) {
-    const u64 seen = round.real ? load_relaxed(from) : 0;
+    const u64 seen = load_relaxed(from);
     value = u32(seen);
     if (u32(seen >> 32) == round.number) return true;
     if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;
   }
 }
 
-// Two words that lie side by side, looked at together; each carries its own round. A rehearsal leaves both values alone.
+// Two words that lie side by side, looked at together; each carries its own round.
 __device__ __forceinline__ bool await_two_words(const Round& round, const u64* from, u32 signal, u32 peer, u32& first,
                                                 u32& second) {
   Patience patience;
   while (true) {
-    u64 low = 0, high = 0;
-    if (round.real) {
-      asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from));
-      first = u32(low);
-      second = u32(high);
-    }
+    u64 low, high;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from));
+    first = u32(low);
+    second = u32(high);
     if (u32(low >> 32) == round.number && u32(high >> 32) == round.number) return true;
     if (give_up(round, patience, signal, peer, u32(low >> 32))) return false;
   }
@@ -273,8 +269,8 @@ __device__ __forceinline__ bool await_releasing_word(const Round& round, const u
                                                      u32& value) {
   Patience patience;
   while (true) {
-    u64 seen = 0;
-    if (round.real) asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+    u64 seen;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
     value = u32(seen);
     if (u32(seen >> 32) == round.number) return true;
     if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;

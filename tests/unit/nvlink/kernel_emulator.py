@@ -34,6 +34,7 @@ INSTRUCTIONS: Final = {
     r"ld\.global\.L1::no_allocate\.v4\.u32": _FOUR,
     r"st\.global\.v4\.u32": "u32* four = (u32*)(emulated::aligned(%0, 16));"
     "four[0] = %1; four[1] = %2; four[2] = %3; four[3] = %4;",
+    r"ld\.global\.u32": "%0 = *static_cast<const u32*>(emulated::aligned(%1, 4));",
     r"ld\.global\.u64": "%0 = *static_cast<const u64*>(emulated::aligned(%1, 8));",
     r"red\.relaxed\.gpu\.global\.add\.u32": "__atomic_fetch_add(%0, 1u, __ATOMIC_SEQ_CST);",
     r"fence\.acq_rel": "__atomic_thread_fence(__ATOMIC_SEQ_CST);",

@@ -27,8 +27,10 @@ FEW = ExchangeConfig(ep_size=2, max_num_tokens=64, top_k=8, num_experts=256, hid
 MASKED = ExchangeConfig(ep_size=8, max_num_tokens=64, top_k=22, num_experts=60, hidden_size=64, enable_rank_mask=True)
 MANY = ExchangeConfig(ep_size=72, max_num_tokens=64, top_k=40, num_experts=256, hidden_size=64)
 FORMATS = [name for name in params.WIRE_FORMATS if name is not None]
-DISPATCH = ("dispatch_small", "dispatch_bulk")
-COMBINE = tuple(f"combine_{regime}_{kind}" for regime in ("small", "bulk") for kind in params.OUTPUT_TYPES)
+FUSED = ("dispatch_small_bytes", "dispatch_bulk")
+DISPATCH = (*FUSED, "dispatch_small_words")
+WAYS = ("small_words", "small_bytes", "bulk")
+COMBINE = tuple(f"combine_{way}_{kind}" for way in WAYS for kind in params.OUTPUT_TYPES)
 VARIANTS = {
     "few ranks": ("dispatch.cu", params.defines(FEW, placement_table=False), DISPATCH),
     "masked, placed": ("dispatch.cu", params.defines(MASKED, placement_table=True), DISPATCH),
@@ -36,7 +38,7 @@ VARIANTS = {
     "combine, few ranks": ("combine.cu", params.defines(FEW, placement_table=False), (*COMBINE, "combine_bulk_e4m3")),
     "combine, many ranks": ("combine.cu", params.defines(MANY, placement_table=False), COMBINE),
     **{
-        name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), DISPATCH)
+        name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), FUSED)
         for name in FORMATS
     },
 }

@@ -70,7 +70,7 @@ class Recorder:
             # What lies beyond the payloads of a launch is not read.
             for name in ("payload_rows", "payload_offsets", "payload_bytes", "payload_fill"):
                 fields[name] = fields[name][:count]
-        if self.name.endswith("small"):
+        if "small" in self.name:
             del fields["segments"]
         self._launches.append((self.name, self._shape, pdl, fields))
 
@@ -89,18 +89,18 @@ def exchange() -> tuple[Any, list[Any]]:
             self._sharers, self._num_sms = 1, 132
             self._needs_table, self._table = False, Placement.contiguous(8, 2).table
             self._pinned = WORKSPACE.new_zeros(256)
-            self._kernels, self._resident, self._top_k = {}, {}, [4, 4]
+            self._kernels, self._resident, self._whole, self._top_k = {}, {}, {}, [4, 4]
 
         def _enter(self, stream: Any) -> Any:
             return SimpleNamespace(cuda_stream=7)
 
         def _load_dispatch(self, wire: str | None, top_k: int) -> None:
-            for name in ("dispatch_small", "dispatch_bulk"):
+            for name in ("dispatch_small_words", "dispatch_small_bytes", "dispatch_bulk"):
                 self._add(("dispatch", name, wire, top_k), name, params.DispatchParams)
 
         def _load_combine(self, top_k: int) -> None:
-            for name in ("small_bf16", "bulk_bf16", "bulk_e4m3"):
-                self._add(("combine", "combine_" + name, top_k), name.split("_")[0], params.CombineParams)
+            for name in ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "bulk_e4m3"):
+                self._add(("combine", "combine_" + name, top_k), name.rpartition("_")[0], params.CombineParams)
 
         def _add(self, key: tuple[object, ...], name: str, kind: type[ctypes.Structure]) -> None:
             kernel: Any = Recorder(name, kind, launches)
