@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from a2a.errors import ShapeError
 from a2a.experts.gated_mlp import GatedMlp
 from a2a.experts.mxfp8_linear import BLOCK, Mxfp8Linear, dispatch_w8a8_mxfp8_linear
-from a2a.experts.mxfp8_quantize import mxfp8_quantize
+from a2a.experts.mxfp8_rows import mxfp8_quantize
 from a2a.quant import ScaleLayout, swizzle_scales, unpack_topk
 from a2a.quant.ops import register
 

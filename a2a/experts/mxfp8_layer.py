@@ -14,7 +14,7 @@ from a2a.alltoall import MoeAlltoAll
 from a2a.errors import ConfigError, ShapeError
 from a2a.experts.layer import check_experts, local_experts
 from a2a.experts.mxfp8_experts import Mxfp8Experts
-from a2a.experts.mxfp8_quantize import mxfp8_quantize
+from a2a.experts.mxfp8_rows import mxfp8_quantize
 from a2a.quant import unpack_topk
 
 _NO_PICK = -1 << 16

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from a2a.errors import ConfigError, ShapeError
 from a2a.experts.flashinfer_kernels import find
-from a2a.experts.mxfp8_quantize import choose_quantize, mxfp8_quantize
+from a2a.experts.mxfp8_rows import choose_quantize, mxfp8_quantize
 from a2a.quant import ScaleLayout, swizzle_scales, unswizzle_scales, wire_format
 from a2a.quant.ops import register
 

@@ -17,7 +17,7 @@ from a2a.experts import (
     unpack_topk,
 )
 from a2a.experts.mxfp8_linear import BACKENDS
-from a2a.experts.mxfp8_quantize import choose_quantize
+from a2a.experts.mxfp8_rows import choose_quantize
 from a2a.quant import ScaleLayout
 
 pytestmark = pytest.mark.gpu(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from typing import Any
 
@@ -24,9 +25,10 @@ from a2a.experts import (
     mm_mxfp8,
     mxfp8_linear,
     mxfp8_quantize,
+    mxfp8_rows,
     pack_topk,
 )
-from a2a.experts.mxfp8_quantize import choose_quantize
+from a2a.experts.mxfp8_rows import choose_quantize
 from a2a.quant import ScaleLayout, wire_format
 
 MAP = [0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27, 4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23,
@@ -299,12 +301,12 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def put(**functions: Any) -> None:
         package = stand_in(**functions)
-        monkeypatch.setitem(__import__("sys").modules, "flashinfer", package)
+        monkeypatch.setitem(sys.modules, "flashinfer", package)
 
         def found(name: str, parameters: Any, device: torch.device) -> Any:
             return flashinfer_kernels._with_parameters(package, name, parameters)
 
-        for module in (mxfp8_linear, __import__("sys").modules["a2a.experts.mxfp8_quantize"]):
+        for module in (mxfp8_linear, mxfp8_rows):
             monkeypatch.setattr(module, "find", found)
 
     return put
@@ -344,7 +346,7 @@ def test_a_flashinfer_that_is_not_is_not(flashinfer: Any) -> None:
 
 
 def test_flashinfer_is_not_imported_where_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert flashinfer_kernels.find("mm_mxfp8", (), torch.device("cpu")).why == "tensors on cpu"
     for capability, why in (((9, 0), "compute capability 9.0 is below 10.0"), ((10, 0), "cannot be imported")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)

@@ -1,4 +1,4 @@
-"""experts/mxfp8_quantize: rows to mxfp8 with their scales in the layout that a matrix kernel reads, as one operator.
+"""experts/mxfp8_rows: rows to mxfp8 with their scales in the layout that a matrix kernel reads, as one operator.
 
 Owns the operator, and the choice of what runs it, which never shows in the bytes. Refuses to know the format's
 arithmetic (quant/mxfp8) and where rows come from.
@@ -107,7 +107,7 @@ def _quantize(x: Tensor, alignment: int = 0, layout: str = "linear", backend: st
     if backend == "flashinfer" and x.shape[0] and x.dtype != torch.float32:
         return _by_flashinfer(x.contiguous(), alignment, kind)
     data, scales = _MXFP8.quantize(x, alignment=alignment)
-    return data, swizzle_scales(_there(scales), kind)
+    return data, swizzle_scales(_MXFP8.need_scales(scales), kind)
 
 
 def _by_flashinfer(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tensor, Tensor]:
@@ -128,13 +128,9 @@ def _quantize_fake(
     x: Tensor, alignment: int = 0, layout: str = "linear", backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
     _check_backend(backend)
-    data, scales = _MXFP8.quantize(x, alignment=alignment)
-    scales = _there(scales)
+    data, linear = _MXFP8.quantize(x, alignment=alignment)
+    scales = _MXFP8.need_scales(linear)
     return data, scales.new_empty(ScaleLayout(layout).shape(*scales.shape))
-
-
-def _there(scales: Tensor | None) -> Tensor:
-    return _MXFP8.need_scales(scales)
 
 
 def _check_backend(backend: str) -> None:
