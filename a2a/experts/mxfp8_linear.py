@@ -163,7 +163,7 @@ def dispatch_w8a8_mxfp8_linear(backend: str = "auto", device: torch.device | str
         problem = _problem(name, device)
         if problem is None:
             quantize = choose_quantize(device)
-            why += [f"{name}: chosen", f"quantised by {quantize.backend}: {quantize.why}"]
+            why += [f"{name}: chosen", f"quantised by {quantize.backend} ({quantize.why})"]
             return Mxfp8Linear(name, quantize.backend, tuple(why))
         why.append(f"{name}: {problem}")
     raise ConfigError(what="backend", got=backend, wanted=f"one that works on {device}", change="; ".join(why))

@@ -7,17 +7,20 @@ arithmetic (quant/mxfp8) and where rows come from.
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from a2a.errors import ConfigError
+from a2a.errors import A2AError, ConfigError
 from a2a.experts.flashinfer_kernels import find
 from a2a.quant import ScaleLayout, swizzle_scales, wire_format
+from a2a.quant.format import FLOAT_DTYPES
 from a2a.quant.ops import register
 
-BACKENDS: Final = ("torch", "flashinfer")
+BACKENDS: Final = ("nvrtc", "flashinfer", "torch")
+"""This package's kernel, flashinfer's, and torch operations, which run anywhere; the one to try first first."""
 
 _FLASHINFER: Final = ("input", "is_sf_swizzled_layout", "alignment")
 _MXFP8: Final = wire_format("mxfp8")
@@ -37,7 +40,7 @@ class QuantizeChoice:
 
 
 def mxfp8_quantize(
-    x: Tensor, alignment: int = 0, layout: ScaleLayout = ScaleLayout.LINEAR, *, backend: str = "torch"
+    x: Tensor, alignment: int = 0, layout: ScaleLayout = ScaleLayout.LINEAR, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Rows in mxfp8 and their scales in a layout.
 
@@ -45,7 +48,8 @@ def mxfp8_quantize(
         x: `[n, H]` bf16, fp16 or fp32 on any device, n >= 0; not modified.
         alignment: multiple of 32 to which rows are padded with zeros; 0: 32. K is H rounded up to it.
         layout: of the scales.
-        backend: "torch", or what `choose_quantize` answered for this device; it does not show in the bytes.
+        backend: "auto" for this package's kernel on a GPU whose bindings are installed and torch elsewhere, or one of
+            `BACKENDS`, as `choose_quantize` answers. It does not show in the bytes.
 
     Returns:
         float8_e4m3fn `[n, K]`; uint8 scales `layout.shape(n, K / 32)`, bytes of no scale 0. Bit for bit what
@@ -64,28 +68,42 @@ def mxfp8_quantize(
 
 
 def choose_quantize(device: torch.device | str) -> QuantizeChoice:
-    """What may quantise on a device: flashinfer where its bytes are those of torch on rows that try them, else torch.
+    """What may quantise on a device: the first of `BACKENDS` whose bytes are those of torch on rows that try them.
 
-    Runs both: once per layer, not per call. Rows with NaN and Inf are among them, whose bytes the format fixes.
+    Runs what it tries: once per layer, not per call. The rows hold NaN and Inf too, whose bytes the format fixes.
     """
     device = torch.device(device)
-    found = find("mxfp8_quantize", _FLASHINFER, device)
-    if found.function is None:
-        return QuantizeChoice("torch", found.why)
+    why: list[str] = []
+    for backend in BACKENDS[:-1]:
+        problem = _problem(backend, device)
+        if problem is None:
+            return QuantizeChoice(backend, "; ".join([*why, f"{backend}: bytes equal to torch's on trial rows"]))
+        why.append(f"{backend}: {problem}")
+    return QuantizeChoice("torch", "; ".join(why))
+
+
+def _problem(backend: str, device: torch.device) -> str | None:
+    """Why a kernel may not quantise on a device, or None: it made the right bytes."""
+    if backend == "nvrtc" and device.type != "cuda":
+        return f"tensors on {device.type}"
+    if backend == "flashinfer":
+        found = find("mxfp8_quantize", _FLASHINFER, device)
+        if found.function is None:
+            return found.why
     rows = _trial_rows(device)
     try:
-        differ = any(
-            not torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-            for layout in (ScaleLayout.LINEAR, ScaleLayout.SWIZZLED_128X4)
-            for got, want in zip(
-                mxfp8_quantize(rows, 128, layout, backend="flashinfer"), mxfp8_quantize(rows, 128, layout), strict=True
-            )
-        )
-    except RuntimeError as error:
-        return QuantizeChoice("torch", f"mxfp8_quantize of {found.why} fails: {error}")
-    if differ:
-        return QuantizeChoice("torch", f"bytes of mxfp8_quantize of {found.why} differ from the format's")
-    return QuantizeChoice("flashinfer", f"{found.why}, bytes equal to torch's on trial rows")
+        for layout in ScaleLayout:
+            made, wanted = (mxfp8_quantize(rows, 128, layout, backend=each) for each in (backend, "torch"))
+            if not all(map(_same_bytes, made, wanted)):
+                return f"its bytes differ from the format's in layout {layout.value}"
+    # What a kernel that is not there raises differs between releases.
+    except (A2AError, ImportError, RuntimeError, ValueError, TypeError) as error:
+        return f"a trial fails: {type(error).__name__}: {error}"
+    return None
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _trial_rows(device: torch.device) -> Tensor:
@@ -93,21 +111,33 @@ def _trial_rows(device: torch.device) -> Tensor:
     exponents = torch.arange(130 * 5, device=device) % 250 - 125
     largest = torch.exp2(exponents.double()).mul_(1.75).to(torch.bfloat16)
     blocks = largest[:, None] * torch.linspace(-1, 1, 32, device=device, dtype=torch.bfloat16)
-    blocks[1::7, 3] *= 1.0078125
+    blocks[1::7, 31] *= 1.0078125
     blocks[2::7] = -0.0
     blocks[3::31, 5] = float("nan")
     blocks[4::31, 6] = float("-inf")
     return blocks.view(130, 160)
 
 
-def _quantize(x: Tensor, alignment: int = 0, layout: str = "linear", backend: str = "torch") -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, alignment: int = 0, layout: str = "linear", backend: str = "auto") -> tuple[Tensor, Tensor]:
     _check_backend(backend)
     kind = ScaleLayout(layout)
-    # What flashinfer's kernel does not take is left to torch, which makes the same bytes.
+    if backend == "auto" and x.is_cuda:
+        backend = "torch" if find_spec("cuda") is None else "nvrtc"
+    if backend == "nvrtc" and x.dim() == 2 and x.shape[0] and x.dtype in FLOAT_DTYPES:
+        return _by_our_kernel(x.contiguous(), alignment, kind)
+    # What a kernel does not take is left to torch, which makes the same bytes or says what is wrong.
     if backend == "flashinfer" and x.shape[0] and x.dtype != torch.float32:
         return _by_flashinfer(x.contiguous(), alignment, kind)
     data, scales = _MXFP8.quantize(x, alignment=alignment)
     return data, swizzle_scales(_MXFP8.need_scales(scales), kind)
+
+
+def _by_our_kernel(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tensor, Tensor]:
+    # It needs CUDA bindings, which only those who have a GPU install.
+    from a2a.nvlink.quantize_rows import row_quantizer
+
+    index = torch.cuda.current_device() if x.device.index is None else x.device.index
+    return row_quantizer(index).quantize(x, alignment, layout)
 
 
 def _by_flashinfer(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tensor, Tensor]:
@@ -125,7 +155,7 @@ def _by_flashinfer(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tens
 
 
 def _quantize_fake(
-    x: Tensor, alignment: int = 0, layout: str = "linear", backend: str = "torch"
+    x: Tensor, alignment: int = 0, layout: str = "linear", backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     _check_backend(backend)
     data, linear = _MXFP8.quantize(x, alignment=alignment)
@@ -134,12 +164,13 @@ def _quantize_fake(
 
 
 def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ConfigError(what="backend", got=backend, wanted="one of " + ", ".join(map(repr, BACKENDS)))
+    if backend not in ("auto", *BACKENDS):
+        wanted = "'auto' or one of " + ", ".join(map(repr, BACKENDS))
+        raise ConfigError(what="backend", got=backend, wanted=wanted)
 
 
 _QUANTIZE = register(
-    'mxfp8_quantize(Tensor x, int alignment=0, str layout="linear", str backend="torch") -> (Tensor, Tensor)',
+    'mxfp8_quantize(Tensor x, int alignment=0, str layout="linear", str backend="auto") -> (Tensor, Tensor)',
     _quantize,
     _quantize_fake,
 )

@@ -100,12 +100,14 @@ def _write_twice(out: Tensor, rows: Tensor) -> None:
     out.copy_(rows * 2)
 
 
+LIBRARY = torch.library.Library("a2a_test", "FRAGMENT")
+LIBRARY.define("twice(Tensor(a!) out, Tensor rows) -> ()")
+LIBRARY.impl("twice", _write_twice, "CompositeExplicitAutograd")
+torch.library.register_fake("a2a_test::twice", lambda out, rows: None, lib=LIBRARY)
+
+
 def in_place(comm: Comm, transport: str) -> list[bool]:
     """Compiled code in which experts write into the combine area: whether combine found them there."""
-    library = torch.library.Library("a2a_test", "FRAGMENT")
-    library.define("twice(Tensor(a!) out, Tensor rows) -> ()")
-    library.impl("twice", _write_twice, "CompositeExplicitAutograd")
-    torch.library.register_fake("a2a_test::twice", lambda out, rows: None, lib=library)
     with built(comm, transport) as moe, warnings.catch_warnings():
         # An operator whose results share a storage is warned of.
         warnings.filterwarnings("error", message=".*may not alias.*")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,10 +42,19 @@ def rows(n: int, width: int) -> Tensor:
 @pytest.mark.parametrize("n", [0, 1, 7, 128, 300])
 def test_quantising(n: int, hidden: int, alignment: int, layout: ScaleLayout) -> None:
     x = rows(n, hidden)
-    chosen = choose_quantize("cuda").backend
-    for backend in {"torch", chosen}:
-        made = mxfp8_quantize(x.cuda(), alignment, layout, backend=backend)
-        assert all(map(same, made, mxfp8_quantize(x, alignment, layout))), backend
+    chosen = choose_quantize("cuda")
+    assert chosen.backend != "torch" or importlib.util.find_spec("cuda") is None, chosen.why
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        given = x.to(dtype)
+        for backend in {"auto", "torch", chosen.backend}:
+            made = mxfp8_quantize(given.cuda(), alignment, layout, backend=backend)
+            assert all(map(same, made, mxfp8_quantize(given, alignment, layout))), backend
+
+
+def test_quantising_rows_that_are_not_aligned() -> None:
+    x = rows(33, 77)
+    for part in (x[1:], x[:, 1:], x[::3]):
+        assert all(map(same, mxfp8_quantize(part.cuda(), 64), mxfp8_quantize(part, 64)))
 
 
 @pytest.mark.parametrize("gated", [True, False])
