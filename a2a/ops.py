@@ -3,13 +3,14 @@
 Owns how a graph names a live exchange, and what its operators promise about order and memory. Refuses to know how a
 round works, which is the object's own business, and what experts do.
 
-Two facts a compiler must be told, and how:
+What a compiler must be told, and how:
 
 * The verbs of one exchange happen in the order of the program, each exactly once: every operator changes `Handle.turn`,
   a small tensor, so that none can be moved past another, dropped or merged.
-* What they return lies in the workspace, which peers write to. torch.compile gives memory to other values once its
-  last reader is done, but not what came from an operator that changes an argument, as all of these do. And `combine`
-  changes what was received, since peers then may, so that every read of it comes before.
+* Peers write to the workspace, which no schema can say: a compiler reads what an operator returned as late as it likes,
+  and again if it likes. So received rows leave the workspace by a copy, unless the caller vouches for their readers
+  (`in_place`). What does lie in the workspace comes from operators that change an argument, which is memory that
+  torch.compile does not use again for other values.
 
 The workspace itself is no argument: a compiler may give an operator a copy of what it changes (torch.compile's own
 `aot_eager` does), and a copy of the workspace is not where peers write. A copy of `turn` names the same exchange.
@@ -94,6 +95,7 @@ def dispatch(
     payloads: Sequence[Tensor],
     runtime_max_tokens_per_rank: int,
     *,
+    in_place: bool = False,
     invalid_token_expert_id: int | None = None,
     expert_id_payload_index: int | None = None,
 ) -> tuple[list[Tensor], Tensor]:
@@ -105,13 +107,15 @@ def dispatch(
         payloads: 1 to 8 contiguous tensors `[n, *]`.
         runtime_max_tokens_per_rank: R, equal on all ranks and at least n of each; an argument, since it does not
             follow from this rank's n.
+        in_place: return views into the workspace, which end with combine, instead of copies of their own. Only for rows
+            that nobody reads but operators, opaque to the compiler, whose results go into combine's payload: reads by
+            torch's own operations may be moved behind combine.
         invalid_token_expert_id: as in the verb.
         expert_id_payload_index: which payload holds ids to scrub; None for none, since a graph does not know which
             tensors are one object.
 
     Returns:
-        (views, recv_counts): for each payload `[ep, R, *]` of its dtype, in the workspace, valid until combine;
-        recv_counts int32 `[ep]`, valid as long.
+        (received, recv_counts): for each payload `[ep, R, *]` of its dtype; int32 `[ep]`.
 
     Raises:
         As the verb, and StateError for a handle of a closed exchange.
@@ -123,6 +127,7 @@ def dispatch(
         handle.ep_size,
         runtime_max_tokens_per_rank,
         handle.context,
+        in_place,
         invalid_token_expert_id,
         expert_id_payload_index,
     )
@@ -149,7 +154,6 @@ def combine_area(
 
 def combine(
     handle: Handle,
-    received: Sequence[Tensor],
     payload: Tensor,
     runtime_max_tokens_per_rank: int,
     num_tokens: int,
@@ -161,7 +165,6 @@ def combine(
 
     Args:
         handle: of the exchange.
-        received: the views of `dispatch`, which end here: everything that reads them comes before this.
         payload: `[ep, R, H']` or `[ep*R, H']`, as in the verb. Rows that lie in the combine area already, as
             `combine_area` gives it, are not copied.
         runtime_max_tokens_per_rank: R of the dispatch.
@@ -177,7 +180,6 @@ def combine(
     """
     made: Tensor = _COMBINE(
         handle.turn,
-        list(received),
         payload,
         runtime_max_tokens_per_rank,
         num_tokens,
@@ -215,12 +217,14 @@ def _dispatch(
     ep_size: int,
     most: int,
     context: int = 0,
+    in_place: bool = False,
     invalid_id: int | None = None,
     ids_payload: int | None = None,
 ) -> tuple[Tensor, ...]:
     rounds = _take_turn(turn, "dispatch").contexts[context]
     views = rounds.dispatch(topk_ids, list(payloads), most, invalid_id, ids_payload)
-    return _lent(rounds.recv_counts), *map(_lent, views), *_absent(topk_ids, len(views))
+    given = [_lent(view) if in_place else view.clone() for view in views]
+    return rounds.recv_counts.clone(), *given, *_absent(topk_ids, len(views))
 
 
 def _dispatch_fake(
@@ -230,6 +234,7 @@ def _dispatch_fake(
     ep_size: int,
     most: int,
     context: int = 0,
+    in_place: bool = False,
     invalid_id: int | None = None,
     ids_payload: int | None = None,
 ) -> tuple[Tensor, ...]:
@@ -257,7 +262,6 @@ def _area_fake(
 
 def _combine(
     turn: Tensor,
-    received: Sequence[Tensor],
     payload: Tensor,
     most: int,
     num_tokens: int,
@@ -267,14 +271,13 @@ def _combine(
 ) -> Tensor:
     moe = _take_turn(turn, "combine")
     in_place = _is_combine_area(moe, context, payload)
-    output = _combine_fake(turn, received, payload, most, num_tokens, context, output_dtype, low_precision)
+    output = _combine_fake(turn, payload, most, num_tokens, context, output_dtype, low_precision)
     rounds = moe.contexts[context]
     return rounds.combine(payload, most, in_place, output_dtype, output=output, use_low_precision=low_precision)
 
 
 def _combine_fake(
     turn: Tensor,
-    received: Sequence[Tensor],
     payload: Tensor,
     most: int,
     num_tokens: int,
@@ -292,7 +295,7 @@ def _combine_fake(
 
 _DISPATCH = register(
     "dispatch(Tensor(a!) turn, Tensor topk_ids, Tensor[] payloads, SymInt ep_size, SymInt runtime_max_tokens_per_rank, "
-    "int context=0, int? invalid_token_expert_id=None, int? expert_id_payload_index=None) -> ("
+    "int context=0, bool in_place=False, int? invalid_token_expert_id=None, int? expert_id_payload_index=None) -> ("
     + ", ".join(["Tensor"] * (1 + MAX_PAYLOADS))
     + ")",
     _dispatch,
@@ -305,8 +308,8 @@ _AREA = register(
     _area_fake,
 )
 _COMBINE = register(
-    "combine(Tensor(a!) turn, Tensor(b!)[] received, Tensor payload, SymInt runtime_max_tokens_per_rank, "
-    "SymInt num_tokens, int context=0, ScalarType? output_dtype=None, bool use_low_precision=False) -> Tensor",
+    "combine(Tensor(a!) turn, Tensor payload, SymInt runtime_max_tokens_per_rank, SymInt num_tokens, int context=0, "
+    "ScalarType? output_dtype=None, bool use_low_precision=False) -> Tensor",
     _combine,
     _combine_fake,
 )

@@ -94,10 +94,11 @@ class Mxfp8MoeLayer:
         handle, most = self._handle, runtime_max_tokens_per_rank
         rows, scales = mxfp8_quantize(hidden_states, self._alignment, backend=self.experts.linear.quantize)
         topk_ids, _ = unpack_topk(packed_topk)
+        # In place: nothing reads what was received but the experts' operator, whose output combine takes.
         received, _ = ops.dispatch(
-            handle, topk_ids, [rows, scales, packed_topk], most,
+            handle, topk_ids, [rows, scales, packed_topk], most, in_place=True,
             invalid_token_expert_id=_NO_PICK, expert_id_payload_index=2,
         )  # fmt: skip
         shares = ops.combine_area(handle, hidden_states, most, hidden, self.dtype)
         self.experts.write(shares, received[2], received[0], received[1], self._local)
-        return ops.combine(handle, received, shares, most, hidden_states.shape[0])
+        return ops.combine(handle, shares, most, hidden_states.shape[0])

@@ -53,23 +53,26 @@ def draw(moe: a2a.MoeAlltoAll, number: int) -> tuple[Tensor, Tensor]:
 
 
 def two_layers(handle: ops.Handle) -> Callable[..., tuple[Tensor, ...]]:
-    """Two rounds with experts between; what is read of a round's views is returned too, and fresh memory after it.
+    """Two rounds with experts between, of whose received rows some are wanted after the next round, and fresh memory.
 
-    Memory of the shape of a received block, taken once nobody reads that block any more, must not lie in it: the next
-    round of a peer would write to it.
+    However late a compiler reads them, the rows must be those of their round, and memory that it takes once nobody
+    reads a block any more must not lie in the workspace, to which the next round writes.
     """
 
     def layer(rows: Tensor, ids: Tensor, most: int) -> tuple[Tensor, ...]:
         views, recv_counts = ops.dispatch(handle, ids, [rows, ids], most, expert_id_payload_index=1)
         shares = (views[0].float() * 2 + (views[1] >= 0).sum(-1, keepdim=True)).to(rows.dtype)
         seen = views[0].float().sum(-1) + recv_counts[:, None]
-        sums = ops.combine(handle, views, shares, most, rows.shape[0])
+        kept = views[0].float() * 3
+        sums = ops.combine(handle, shares, most, rows.shape[0])
         later = rows.new_full(views[0].shape, 7.0) + sums.sum()
-        return sums, seen, later
+        return sums, kept, seen, later, later * 2
 
     def both(rows: Tensor, ids: Tensor, most: int) -> tuple[Tensor, ...]:
-        first = layer(rows, ids, most)
-        return *first, *layer(first[0] * 0.5, ids, most)
+        sums, kept, *first = layer(rows, ids, most)
+        second = layer(sums * 0.5, ids, most)
+        # torch.compile reads the first round's rows here, where they are needed.
+        return sums, kept + second[0].sum(), *first, *second
 
     return both
 
@@ -94,6 +97,27 @@ def test_the_graph(run_ranks: Ranks, transport: str) -> None:
         # One for 0 tokens and one for 1, which torch never makes symbols of, and one for every other number.
         assert num_graphs <= 3
         assert all([name for name in each if name in VERBS] == ["dispatch", "combine"] * 2 for each in graphs)
+
+
+def unused(comm: Comm, transport: str) -> None:
+    """Two equal rounds whose results nobody wants: peers wait for both all the same."""
+    with built(comm, transport) as moe:
+        handle = ops.bind(moe)
+
+        def program(rows: Tensor, ids: Tensor, most: int) -> Tensor:
+            for _ in range(2):
+                views, _ = ops.dispatch(handle, ids, [rows], most)
+                ops.combine(handle, views[0], most, rows.shape[0])
+            return rows + 1
+
+        rows, ids = draw(moe, 0)
+        compiled = torch.compile(program, fullgraph=True, dynamic=True, backend="aot_eager")
+        assert_equal("rows", compiled(rows, ids, MOST), rows + 1)
+        assert int(handle.turn[2]) == 4 and moe.state == "idle", handle.turn
+
+
+def test_no_round_is_dropped_or_merged(run_ranks: Ranks, transport: str) -> None:
+    run_ranks(unused, 2, transport)
 
 
 def _write_twice(out: Tensor, rows: Tensor) -> None:
@@ -121,10 +145,10 @@ def in_place(comm: Comm, transport: str) -> list[bool]:
         both = two_layers(handle)
 
         def layer(rows: Tensor, ids: Tensor, most: int) -> tuple[Tensor, ...]:
-            views, _ = ops.dispatch(handle, ids, [rows], most)
+            views, _ = ops.dispatch(handle, ids, [rows], most, in_place=True)
             area = ops.combine_area(handle, rows, most, rows.shape[1], rows.dtype)
             torch.ops.a2a_test.twice(area, views[0])
-            sums = ops.combine(handle, views, area, most, rows.shape[0])
+            sums = ops.combine(handle, area, most, rows.shape[0])
             return sums, *both(sums, ids, most)
 
         compiler = Compiler("inductor")

@@ -67,15 +67,15 @@ def test_opcheck(n: int) -> None:
         assert isinstance(moe, Restarting)
         handle = ops.bind(moe)
         ids, rows, most = picks(n)
-        torch.library.opcheck(operator("dispatch"), (handle.turn, ids, rows, 1, most, 0, -1, 1))
+        torch.library.opcheck(operator("dispatch"), (handle.turn, ids, rows, 1, most, 0, False, -1, 1))
+        torch.library.opcheck(operator("dispatch"), (handle.turn, ids, rows, 1, most, 0, True))
         moe.be_dispatched()
         torch.library.opcheck(operator("combine_area"), (handle.turn, ids, 1, most, HIDDEN, torch.bfloat16))
-        received = [torch.zeros(1, MOST, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, MOST, TOP_K, dtype=torch.int32)]
         payload = torch.randn(1, MOST, HIDDEN)
         moe.reset()
         for dtype in (None, torch.bfloat16):
             for blocks in (payload[..., :16].contiguous(), payload[0, :, :16].contiguous()):
-                torch.library.opcheck(operator("combine"), (handle.turn, received, blocks, most, 5, 0, dtype))
+                torch.library.opcheck(operator("combine"), (handle.turn, blocks, most, 5, 0, dtype))
 
 
 def test_operators_do_what_the_verbs_do(moe: a2a.MoeAlltoAll) -> None:
@@ -84,13 +84,15 @@ def test_operators_do_what_the_verbs_do(moe: a2a.MoeAlltoAll) -> None:
         ids, rows, most = picks(n)
         wanted = [each.clone() for each in moe.dispatch(ids, rows, most, None, 1)]
         counts, sums = moe.recv_counts.clone(), moe.combine(wanted[0], most)
-        views, recv_counts = ops.dispatch(handle, ids, rows, most, expert_id_payload_index=1)
+        views, recv_counts = ops.dispatch(handle, ids, rows, most, in_place=n % 2 == 0, expert_id_payload_index=1)
         assert torch.equal(recv_counts, counts) and len(views) == 2
         assert all(map(torch.equal, views, wanted))
+        first = moe.workspace[0, moe.layout.region("dispatch").offset_bytes :]
+        assert (views[0].data_ptr() == first.data_ptr()) is (n % 2 == 0)
         area = ops.combine_area(handle, rows[0], most, HIDDEN, torch.bfloat16)
         assert area.data_ptr() == moe.get_combine_payload_tensor_in_workspace(most, HIDDEN, torch.bfloat16).data_ptr()
         area.copy_(views[0])
-        assert torch.equal(ops.combine(handle, views, area, most, n), sums)
+        assert torch.equal(ops.combine(handle, area, most, n), sums)
 
 
 def test_fakes_know_shapes_for_every_number_of_tokens(moe: a2a.MoeAlltoAll) -> None:
@@ -105,9 +107,9 @@ def test_fakes_know_shapes_for_every_number_of_tokens(moe: a2a.MoeAlltoAll) -> N
         handle = ops.Handle(mode.from_tensor(real.turn), 3, 0)
         views, counts = ops.dispatch(handle, ids, [rows, scales, ids], MOST)
         area = ops.combine_area(handle, rows, MOST, HIDDEN, torch.float16)
-        sums = ops.combine(handle, views, area, MOST, rows.shape[0])
-        flat = ops.combine(handle, views, area.flatten(0, 1), MOST, rows.shape[0], output_dtype=torch.float32)
-        low = ops.combine(handle, views, area, MOST, rows.shape[0], use_low_precision=True)
+        sums = ops.combine(handle, area, MOST, rows.shape[0])
+        flat = ops.combine(handle, area.flatten(0, 1), MOST, rows.shape[0], output_dtype=torch.float32)
+        low = ops.combine(handle, area, MOST, rows.shape[0], use_low_precision=True)
     assert [(tuple(each.shape), each.dtype) for each in (*views, counts, area)] == [
         ((3, MOST, HIDDEN), torch.bfloat16),
         ((3, MOST, 3), torch.uint8),
@@ -129,7 +131,7 @@ def test_a_handle_ends_with_its_object() -> None:
     for call in (
         lambda: ops.dispatch(handle, ids, rows, most),
         lambda: ops.combine_area(handle, ids, most, HIDDEN, torch.bfloat16),
-        lambda: ops.combine(handle, rows, rows[0], most, 5),
+        lambda: ops.combine(handle, rows[0], most, 5),
     ):
         with pytest.raises(StateError, match=r"rank 0: .* 'closed'; bind a live object"):
             call()
@@ -145,7 +147,17 @@ def test_a_handle_keeps_no_object_alive() -> None:
     gc.collect()
     assert seen() is None and not ops._BOUND and not ops._TURNS
     with pytest.raises(StateError):
-        ops.combine(handle, [], torch.zeros(1, MOST, HIDDEN), MOST, 0)
+        ops.combine(handle, torch.zeros(1, MOST, HIDDEN), MOST, 0)
+
+
+def test_a_handle_outlives_growth() -> None:
+    with built() as moe:
+        handle = ops.bind(moe)
+        assert moe.ensure(max_num_tokens=2 * MOST, hidden_size=2 * HIDDEN)
+        ids, rows, _ = picks(12)
+        wide = torch.cat([rows[0], rows[0]], dim=1)
+        received, _ = ops.dispatch(handle, ids, [wide], 2 * MOST)
+        assert torch.equal(ops.combine(handle, received[0], 2 * MOST, 12)[::2], wide[::2])
 
 
 def test_contexts_share_the_turn() -> None:
@@ -154,7 +166,7 @@ def test_contexts_share_the_turn() -> None:
         assert handles[0].turn is handles[1].turn
         ids, rows, most = picks(5)
         got = [ops.dispatch(each, ids, [rows[0] + place], most)[0] for place, each in enumerate(handles)]
-        sums = [ops.combine(each, views, views[0], most, 5) for each, views in zip(handles, got, strict=True)]
+        sums = [ops.combine(each, views[0], most, 5) for each, views in zip(handles, got, strict=True)]
         assert torch.equal(sums[0][::2], rows[0][::2])
         assert torch.equal(sums[1][::2], (rows[0] + 1)[::2])
         assert int(handles[0].turn[2]) == 4
@@ -166,13 +178,13 @@ def test_refusals_are_those_of_the_verbs(moe: a2a.MoeAlltoAll) -> None:
     handle = ops.bind(moe)
     ids, rows, most = picks(5)
     with pytest.raises(StateError, match="call dispatch first"):
-        ops.combine(handle, [], torch.zeros(1, most, HIDDEN), most, 5)
+        ops.combine(handle, torch.zeros(1, most, HIDDEN), most, 5)
     with pytest.raises(ShapeError, match="max_num_tokens = 8"):
         ops.dispatch(handle, ids, rows, most + 1)
     views, _ = ops.dispatch(handle, ids, rows, most)
     with pytest.raises(ShapeError, match="output"):
-        ops.combine(handle, views, views[0], most, 4)
+        ops.combine(handle, views[0], most, 4)
     with pytest.raises(ConfigError, match="output_dtype"):
-        ops.combine(handle, views, views[0], most, 5, output_dtype=torch.float8_e4m3fn)
+        ops.combine(handle, views[0], most, 5, output_dtype=torch.float8_e4m3fn)
     assert moe.state == "dispatched"
-    ops.combine(handle, views, views[0], most, 5)
+    ops.combine(handle, views[0], most, 5)
