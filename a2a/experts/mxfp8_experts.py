@@ -52,7 +52,7 @@ def routed_mxfp8_moe(
         linear: how products are made, and what quantises between them.
         weight_layout: of the scales of both weights.
 
-    Sums over picks are formed in fp32, by ascending expert, and rounded once.
+    Sums are formed in fp32, weights of a row's picks of one expert first, then by ascending expert, and rounded once.
 
     Host synchronisation:
         One, for the number of rows of each expert.
@@ -205,7 +205,7 @@ def _moe(
     rows = (picks >= 0).any(1).nonzero().flatten()
     if not rows.numel():
         return
-    picks, weights = picks[rows].flatten(), weights[rows].flatten()
+    picks, weights = (each.flatten() for each in _each_expert_once(picks[rows], weights[rows]))
     data, data_scales = _rows_of(hidden, rows), _rows_of(scales, rows)
     sizes = torch.bincount(picks[picks >= 0], minlength=w13.shape[0]).tolist()
     # Picks that are not here sort first.
@@ -232,6 +232,17 @@ def _picks_here(packed: Tensor, local_experts: Tensor) -> tuple[Tensor, Tensor]:
     ids, weights = unpack_topk(packed)
     known = (ids >= 0) & (ids < local_experts.shape[0])
     return torch.where(known, local_experts[torch.where(known, ids, 0)], -1).long(), weights
+
+
+def _each_expert_once(picks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Picks `[m, k]` without a row's later picks of the same expert, whose weights go to the first.
+
+    So that sums over an expert's rows add to each row once: else their order, and the bits, would differ by run.
+    """
+    same = picks[:, :, None] == picks[:, None, :]
+    # Not by a product: what is not here may weigh NaN.
+    totals = torch.where(same, weights[:, None, :], 0).sum(2)
+    return picks.masked_fill(same.tril(-1).any(2), -1), totals
 
 
 def _rows_of(blocks: Tensor, rows: Tensor) -> Tensor:

@@ -256,6 +256,24 @@ def test_linear_on_this_machine_says_what_it_is() -> None:
             dispatch_w8a8_mxfp8_linear(name, "cpu")
 
 
+def test_linear_compiled_for_any_number_of_rows() -> None:
+    linear = dispatch_w8a8_mxfp8_linear(device="cpu")
+    weight, scales = quantized(24, 192, 3)
+    bias, graphs = torch.arange(24.0), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def apply(x: Tensor) -> Tensor:
+        return linear(x, weight, scales, bias=bias)
+
+    program = torch.compile(apply, fullgraph=True, dynamic=True, backend=backend)
+    for n in (7, 128, 0, 1, 33):
+        assert torch.equal(program(drawn(n, 176)), apply(drawn(n, 176)))
+    assert len(graphs) <= 3
+
+
 def test_products_that_do_not_fit_are_refused() -> None:
     a, scales = quantized(4, 64, 5)
     for bad in (
