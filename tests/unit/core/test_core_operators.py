@@ -35,20 +35,24 @@ class Restarting(a2a.MoeAlltoAll):
 
     def be_dispatched(self) -> None:
         if self.state == "idle":
-            super().dispatch(*picks(5))
+            super().dispatch(*picks(5, self.workspace.device))
 
 
-def picks(n: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+TRANSPORTS = ["host", *(["nvlink"] if torch.cuda.is_available() else [])]
+
+
+def picks(n: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, list[torch.Tensor], int]:
     """Ids, payloads and R; every second token goes nowhere."""
     ids = torch.arange(n * TOP_K, dtype=torch.int32).view(n, TOP_K) % 4
     ids[1::2] = -1
     rows = torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(n)).bfloat16()
+    ids, rows = ids.to(device), rows.to(device)
     return ids, [rows, ids], MOST
 
 
-def built(kind: type[a2a.MoeAlltoAll] = a2a.MoeAlltoAll, **more: Any) -> a2a.MoeAlltoAll:
+def built(kind: type[a2a.MoeAlltoAll] = a2a.MoeAlltoAll, transport: str = "host", **more: Any) -> a2a.MoeAlltoAll:
     return kind(max_num_tokens=MOST, top_k=TOP_K, num_experts=4, hidden_size=HIDDEN, comm=SingleComm(),
-                transport="host", **more)  # fmt: skip
+                transport=transport, **more)  # fmt: skip
 
 
 @pytest.fixture
@@ -61,27 +65,34 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.a2a, name).default
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("n", [0, 1, 5])
-def test_opcheck(n: int) -> None:
-    with built(Restarting) as moe:
+def test_opcheck(n: int, transport: str) -> None:
+    with built(Restarting, transport) as moe:
         assert isinstance(moe, Restarting)
-        handle = ops.bind(moe)
-        ids, rows, most = picks(n)
+        handle, device = ops.bind(moe), moe.workspace.device
+        ids, rows, most = picks(n, device)
         torch.library.opcheck(operator("dispatch"), (handle.turn, ids, rows, 1, most, 0, False, -1, 1))
         torch.library.opcheck(operator("dispatch"), (handle.turn, ids, rows, 1, most, 0, True))
         moe.be_dispatched()
         torch.library.opcheck(operator("combine_area"), (handle.turn, ids, 1, most, HIDDEN, torch.bfloat16))
-        payload = torch.randn(1, MOST, HIDDEN)
+        payload = torch.randn(1, MOST, HIDDEN, device=device)
         moe.reset()
         for dtype in (None, torch.bfloat16):
             for blocks in (payload[..., :16].contiguous(), payload[0, :, :16].contiguous()):
                 torch.library.opcheck(operator("combine"), (handle.turn, blocks, most, 5, 0, dtype))
 
 
-def test_operators_do_what_the_verbs_do(moe: a2a.MoeAlltoAll) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_operators_do_what_the_verbs_do(transport: str) -> None:
+    with built(transport=transport) as moe:
+        compare_with_verbs(moe)
+
+
+def compare_with_verbs(moe: a2a.MoeAlltoAll) -> None:
     handle = ops.bind(moe)
     for n in (0, 1, 5, 8):
-        ids, rows, most = picks(n)
+        ids, rows, most = picks(n, moe.workspace.device)
         wanted = [each.clone() for each in moe.dispatch(ids, rows, most, None, 1)]
         counts, sums = moe.recv_counts.clone(), moe.combine(wanted[0], most)
         views, recv_counts = ops.dispatch(handle, ids, rows, most, in_place=n % 2 == 0, expert_id_payload_index=1)
