@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -783,6 +783,7 @@ class MoeAlltoAll(RoundContext):
         self._choice = choose(transport, config, self._comm)
         super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
         self._others = self._more_contexts(1)
+        self._at_close: list[Callable[[], None]] = []
 
     def _build(self, config: ExchangeConfig, startup_timeout_s: float, timeout_s: float) -> _Shared:
         chosen = transport_class(self._choice.name)
@@ -857,6 +858,11 @@ class MoeAlltoAll(RoundContext):
         For tests that delay, end or corrupt a rank there. The names are `POINTS` of the transport.
         """
         self._shared.transport.hook = hook
+
+    def on_close(self, release: Callable[[], None]) -> None:
+        """Call `release()` once when this object is closed: for whoever knows it by something else than a reference."""
+        self._require_open("on_close")
+        self._at_close.append(release)
 
     def check(self) -> None:
         """Raise the error that this rank or a peer has recorded, if any. No device synchronisation."""
@@ -936,6 +942,9 @@ class MoeAlltoAll(RoundContext):
             self._shared.transport.close()
             for context in self.contexts:
                 context._views.clear()
+            for release in self._at_close:
+                release()
+            self._at_close.clear()
 
     def __enter__(self) -> MoeAlltoAll:
         return self

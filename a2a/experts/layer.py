@@ -32,42 +32,16 @@ class MoeLayer:
     def __init__(
         self, moe: MoeAlltoAll, experts: GatedMlp, *, context: int = 0, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        config, rank = moe.config, moe.ep_rank
-        if config.wire_format is None:
+        if moe.config.wire_format is None:
             raise ConfigError(
-                what="wire_format", got=None, wanted="an exchange that was built with one", rank=rank
+                what="wire_format", got=None, wanted="an exchange that was built with one", rank=moe.ep_rank
             )
-        if not 0 <= context < config.num_contexts:
-            raise ConfigError(
-                what="context",
-                got=context,
-                wanted=f"an index below num_contexts = {config.num_contexts}",
-                change="raise num_contexts with moe.ensure on all ranks",
-                rank=rank,
-            )
-        if experts.hidden_size > config.hidden_size:
-            raise ConfigError(
-                what="hidden_size of the experts",
-                got=experts.hidden_size,
-                wanted=f"at most {config.hidden_size}, that of the exchange",
-                change=f"call moe.ensure(hidden_size={experts.hidden_size}) on all ranks first",
-                rank=rank,
-            )
-        mine = moe.placement.experts_of(rank).numel()
-        device = moe.workspace.device
-        if experts.num_experts != mine or experts.w13.device != device:
-            raise ShapeError(
-                what="experts",
-                got=f"{experts.num_experts} on {experts.w13.device}",
-                wanted=f"the {mine} experts that the placement gives this rank, on {device}",
-                rank=rank,
-            )
+        check_experts(moe, context, experts.num_experts, experts.hidden_size, experts.w13.device)
         self.moe = moe
         self.experts = experts
         self.dtype = dtype
         self._context = context
-        placement = moe.placement
-        self._local = torch.where(placement.table == rank, placement.local, -1).to(device)
+        self._local = local_experts(moe)
 
     def forward(
         self,
@@ -133,6 +107,49 @@ class MoeLayer:
         """int32 `[m, k]` index among this rank's experts; -1 for experts elsewhere, padded slots and invalid ids."""
         known = (topk_ids >= 0) & (topk_ids < self._local.numel())
         return torch.where(known, self._local[torch.where(known, topk_ids, 0)], -1)
+
+
+def check_experts(moe: MoeAlltoAll, context: int, num_experts: int, hidden_size: int, device: torch.device) -> None:
+    """Whether experts are those that an exchange gives this rank, and fit it.
+
+    Args:
+        context: whose rounds they shall take.
+        num_experts, hidden_size, device: of the experts.
+
+    Raises:
+        ConfigError, ShapeError: on this rank.
+    """
+    config, rank = moe.config, moe.ep_rank
+    if not 0 <= context < config.num_contexts:
+        raise ConfigError(
+            what="context",
+            got=context,
+            wanted=f"an index below num_contexts = {config.num_contexts}",
+            change="raise num_contexts with moe.ensure on all ranks",
+            rank=rank,
+        )
+    if hidden_size > config.hidden_size:
+        raise ConfigError(
+            what="hidden_size of the experts",
+            got=hidden_size,
+            wanted=f"at most {config.hidden_size}, that of the exchange",
+            change=f"call moe.ensure(hidden_size={hidden_size}) on all ranks first",
+            rank=rank,
+        )
+    mine = moe.placement.experts_of(rank).numel()
+    if num_experts != mine or device != moe.workspace.device:
+        raise ShapeError(
+            what="experts",
+            got=f"{num_experts} on {device}",
+            wanted=f"the {mine} experts that the placement gives this rank, on {moe.workspace.device}",
+            rank=rank,
+        )
+
+
+def local_experts(moe: MoeAlltoAll) -> Tensor:
+    """`[num_experts]` on the exchange's device: index of each global id among this rank's experts, -1 elsewhere."""
+    placement = moe.placement
+    return torch.where(placement.table == moe.ep_rank, placement.local, -1).to(moe.workspace.device)
 
 
 def _take(blocks: Tensor, rows: Tensor) -> Tensor:

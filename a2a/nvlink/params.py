@@ -1,6 +1,6 @@
 """nvlink/params: the one declaration of what the kernels are told, and of the control memory they keep.
 
-Owns the two parameter structs, the words shared with the host, the names and sizes of the control regions, and the
+Owns the parameter structs, the words shared with the host, the names and sizes of the control regions, and the
 device-side text of all of them. Refuses to know how a kernel is compiled, launched or how memory is mapped.
 
 Memory
@@ -97,6 +97,9 @@ OUTPUT_TYPES: Final = ("bf16", "fp16", "fp32")
 """CombineParams.output_type is an index into this; so is DispatchParams.input_type."""
 WIRE_FORMATS: Final = (None, "fp8_block", "mxfp8", "nvfp4", "mxfp4")
 """The constant WIRE_FORMAT is an index into this; None: rows are copied as bytes."""
+
+SCALE_LAYOUTS: Final = ("linear", "swizzled_128x4", "swizzled_8x4")
+"""QuantizeParams.scale_layout is an index into this."""
 
 KINDS: Final = {1: "timeout", 2: "aborted", 3: "mismatch of runtime_max_tokens_per_rank", 4: "mismatch of row widths"}
 """HostWords.kind."""
@@ -225,7 +228,23 @@ class ProbeParams(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams)
+class QuantizeParams(ctypes.Structure):
+    """What quantize_rows is told; see quantize_rows.py."""
+
+    _fields_ = (
+        ("rows", ctypes.c_uint64),  # [n, hidden_size]
+        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format, on a 16-byte boundary
+        ("scales", ctypes.c_uint64),  # bytes in scale_layout, zeroed where no scale lies
+        ("num_rows", ctypes.c_uint32),
+        ("hidden_size", ctypes.c_uint32),
+        ("row_elements", ctypes.c_uint32),  # columns of padding included
+        ("scale_columns", ctypes.c_uint32),
+        ("input_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
+        ("scale_layout", ctypes.c_uint32),  # index into SCALE_LAYOUTS
+    )
+
+
+STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams)
 _C_NAMES: Final = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64"}
 
 

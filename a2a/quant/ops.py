@@ -1,4 +1,4 @@
-"""ops: the a2a namespace of torch.library, one registration call for every operator of this room.
+"""ops: the a2a namespace of torch.library, one registration call for every operator of the package.
 
 Owns how an operator is declared: its schema, the kernel that runs on any device, and the fake that gives shapes to
 torch.compile. Refuses to know what any operator computes.
@@ -27,8 +27,8 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     """Declares an operator `a2a::<name>` and returns the callable `torch.ops.a2a.<name>.default`.
 
     Args:
-        schema: name, arguments and returns in torch's operator schema language. The operator must be functional: no
-            output shares memory with an input.
+        schema: name, arguments and returns in torch's operator schema language. No output shares memory with an input,
+            and no input is changed but those that the schema says are.
         kernel: runs it with ordinary torch operators on whatever device the tensors are. Gradients are not recorded.
         fake: returns empty tensors of the shapes, dtypes and devices that `kernel` would return; sizes may be symbolic.
 

@@ -24,6 +24,7 @@ TELLS = {
     "04_payloads_and_ids": "target ranks         [[0, 1, 3], [0, -1, 3], [-1, 1, -1], [-1, -1, -1]]",
     "05_moe_layer": "output equals the dense layer",
     "06_errors_and_reset": "rank 2 is gone; its signal",
+    "07_mxfp8_layer": "16 tokens: compiled equals eager",
 }
 
 

@@ -19,6 +19,7 @@ FLOORS = (
     ("host", "nvlink"),
     ("nvshmem",),
     ("alltoall",),
+    ("ops",),
     ("bench", "integrations", "experts"),
     ("cli",),
 )

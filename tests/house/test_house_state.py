@@ -36,6 +36,9 @@ MUTATORS = frozenset(
 CACHES = frozenset({"cache", "lru_cache"})
 
 KEPT_STATE = {
+    "a2a/ops.py: _BOUND": "operators take tensors, not objects: weak, and close() takes the object out",
+    "a2a/ops.py: _TURNS": "as _BOUND",
+    "a2a/nvlink/quantize_rows.py: row_quantizer": "code of an operator, which no exchange holds; no memory but its own",
     "a2a/bench/workload.py: read_recording": "files that the command line reads once per run; no exchange holds them",
     "a2a/bench/peers/gloo.py: _nccl_group": "the bench's peers share a process group, and a process is one bench",
 }
