@@ -29,8 +29,10 @@ INSTRUCTIONS: Final = {
     r"ld\.relaxed\.sys\.global\.v2\.u64": "emulated::LOAD_TWO(%2, %0, %1);",
     r"st\.relaxed\.(sys|gpu)\.global\.u32": _ATOMIC_STORE.replace("{type}", "u32"),
     r"st\.relaxed\.(sys|gpu)\.global\.u64": _ATOMIC_STORE.replace("{type}", "u64"),
-    r"st\.relaxed\.sys\.global\.v2\.u64": "__atomic_store_n(%0, %1, __ATOMIC_RELEASE);"
-    "__atomic_store_n(%0 + 1, %2, __ATOMIC_RELEASE);",
+    # The lane with a line's tag goes last: lanes come out of a collective in any order, and a GPU shows a line whole.
+    r"st\.relaxed\.sys\.global\.v2\.u64": "if (((unsigned long long)(%0) & 127) == 112)"
+    " for (int i = 0; i < 3; ++i) emulated::yield();"
+    "__atomic_store_n(%0, %1, __ATOMIC_RELEASE); __atomic_store_n(%0 + 1, %2, __ATOMIC_RELEASE);",
     r"ld\.global\.L1::no_allocate\.v4\.u32": _FOUR,
     r"st\.global\.v4\.u32": "u32* four = (u32*)(emulated::aligned(%0, 16));"
     "four[0] = %1; four[1] = %2; four[2] = %3; four[3] = %4;",

@@ -45,6 +45,11 @@ class Launches:
         for words in self.words:
             words.abort = words.abort or reason
 
+    def retract(self, reason: int) -> None:
+        for words in self.words:
+            if words.abort == reason and not words.recorded:
+                words.abort = 0
+
     def busy(self) -> bool:
         return False
 
@@ -257,6 +262,30 @@ def test_a_dead_rank_ends_waits(run_ranks: Ranks) -> None:
     for outcome in outcomes.values():
         assert outcome.ok, outcome.error
         assert outcome.result["kind"] == "PeerLost" and outcome.result["peer"] == 2
+
+
+def masking(comm: Comm) -> list[int]:
+    made = transport_of(comm)
+    made.dispatch(call(1))
+    comm.barrier()
+    if made.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until(lambda: all(words.abort == 3 for words in made._exchange.words), "waits end, for the lost rank's sake")
+    # Masked since: the survivors may wait for each other again.
+    made._needed = lambda context: {0, 1}  # type: ignore[method-assign]
+    made.dispatch(call(2))
+    aborts = [int(words.abort) for words in made._exchange.words]
+    time.sleep(0.3)
+    made.check()
+    aborts += [int(words.abort) for words in made._exchange.words]
+    made.close()
+    return aborts
+
+
+def test_a_lost_rank_that_is_masked_ends_no_waits(run_ranks: Ranks) -> None:
+    outcomes = {each.rank: each for each in run_ranks.outcomes(masking, 3, grace_s=20.0)}
+    for rank in (0, 1):
+        assert outcomes[rank].ok and outcomes[rank].result == [0, 0, 0, 0], outcomes[rank].error
 
 
 def collected(comm: Comm) -> bool:

@@ -43,9 +43,9 @@ def module(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, EmulatedModule]:
     """The probe on a device that shows the tag of a line last, or long before the rest."""
-    plain = kernel_emulator.INSTRUCTIONS[STORE]
+    plain = "__atomic_store_n(%0, %1, __ATOMIC_RELEASE); __atomic_store_n(%0 + 1, %2, __ATOMIC_RELEASE);"
     stores = {
-        "whole": f"{TAG} if (tag) emulated::exchange(0); {plain} if (!tag) emulated::exchange(0);",
+        "whole": kernel_emulator.INSTRUCTIONS[STORE],
         "torn": f"{TAG} if (!tag) for (int i = 0; i < 40; ++i) emulated::yield(); {plain}",
     }
     monkeypatch.setitem(kernel_emulator.INSTRUCTIONS, STORE, stores[request.param])
