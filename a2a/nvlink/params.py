@@ -50,8 +50,8 @@ Launch rules
         c * x / 8 should cover the lines of a row (`lines(image_bytes(...))`), y = R; any c, y >= 1 is right.
         With a quantising wire format c must be 1 and dynamic shared memory `image_bytes(...)`, rounded up to 16.
     small combine: grid (c, 1 + y, 1), likewise, lines of a row from its bytes.
-    small_words: c * x / 8 covers the lines of a row; rows of all payloads (combine: of payload and output, which have one
-        type) are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
+    small_words: c * x / 8 covers the lines of a row; rows of all payloads (combine: of payload and output, of one type)
+        are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
         that many units, so that n * segments units feed g * (x/32 - 1) warps.
     All CTAs of a launch, and those of all ranks that share a device, must be resident together: that is what bounds
