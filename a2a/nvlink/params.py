@@ -80,8 +80,8 @@ MAX_CTAS: Final = 512
 """CTAs of a bulk launch; each has a flag of its own at every receiver."""
 MAX_THREADS: Final = 512
 """Threads of a CTA: at most 128 registers each."""
-MAX_SMALL_THREADS: Final = 384
-"""Threads of a CTA of the small regime where nothing is quantised: two fit at once with 80 registers each."""
+MAX_SMALL_THREADS: Final = 320
+"""Threads of a CTA of the small regime where nothing is quantised: three fit at once with 64 registers each."""
 LINE_BYTES: Final = 128
 LINE_DATA_BYTES: Final = 120
 """What a line carries beside its 8-byte tag."""

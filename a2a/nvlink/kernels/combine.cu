@@ -7,8 +7,8 @@
 #include "combine_small.cuh"
 
 // Small kernels are bound by how many CTAs are resident, bulk kernels by what each thread has in flight.
-// With more than 32 picks per token two CTAs' registers are too few for each.
-constexpr u32 SMALL_MIN_CTAS = TOP_K > 32 ? 1 : 2;
+// With more than 32 picks per token such a share of the registers is too small.
+constexpr bool SMALL_IS_LEAN = TOP_K <= 32;
 
 #define COMBINE(name, max_threads, min_ctas, body)                    \
   extern "C" __global__ void __launch_bounds__(max_threads, min_ctas) \
@@ -16,8 +16,8 @@ constexpr u32 SMALL_MIN_CTAS = TOP_K > 32 ? 1 : 2;
     body(p);                                                          \
   }
 #define COMBINE_TYPE(name, type)                                                                             \
-  COMBINE(combine_small_words_##name, MAX_SMALL_THREADS, SMALL_MIN_CTAS, (combine_small<type, true>))        \
-  COMBINE(combine_small_bytes_##name, MAX_SMALL_THREADS, SMALL_MIN_CTAS, (combine_small<type, false>))       \
+  COMBINE(combine_small_words_##name, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 3 : 1, (combine_small<type, true>))  \
+  COMBINE(combine_small_bytes_##name, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 2 : 1, (combine_small<type, false>)) \
   COMBINE(combine_bulk_##name, MAX_THREADS, 1, combine_bulk<type>)
 
 COMBINE_TYPE(bf16, TYPE_BF16)

@@ -43,11 +43,10 @@ struct Part {
 struct Landing {
   u64 ours;  // in rank 0's area, from us; other ranks' lie a stride further each
   u64 mine;  // in our area, from rank 0
-  u32 of_source, of_parity;
+  u32 of_source;
 
   __device__ __forceinline__ Landing(const DispatchParams& p, u32 token, u32 part, u32 num_lines) {
     of_source = p.landing_tokens * num_lines * LINE_BYTES;
-    of_parity = EP_SIZE * of_source;
     mine = p.workspace + p.dispatch_landing_offset + (token * num_lines * LINE_BYTES + part * 16);
     ours = mine + u64(p.ep_rank) * of_source;
     mine += p.ep_rank * p.stride;
@@ -185,7 +184,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     const u8* const low_from = here.low.from + u64(first) * here.low.row_bytes;
     const u8* const high_from = here.high.from + u64(first) * here.high.row_bytes;
     if (WORDS || !begun) {
-      if (!known_by_now(landing.ours, landing.mine, landing.of_parity, state, first_ids, low_from, high_from, here.low.to,
+      if (!known_by_now(landing.ours, landing.mine, landing.of_source, state, first_ids, low_from, high_from, here.low.to,
                         here.high.to, all_words))
         return;
       await_previous_kernel();
@@ -210,7 +209,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       }
       begun = true;
     }
-    const u32 in_parity = round.parity * landing.of_parity;
+    const u32 in_parity = round.parity * EP_SIZE * landing.of_source;
     const u64 tag = u64(round.number) << 32;
     u64 line = landing.ours + in_parity;
 #pragma unroll 1
@@ -270,14 +269,13 @@ __device__ __forceinline__ void dispatch_small(const DispatchParams& p) {
 // Bound by how many CTAs are resident, so registers are few; but where quantising or sets of many ranks would spill.
 constexpr bool SMALL_IS_LEAN = !WIRE_FORMAT && !RANK_MASK && RANK_WORDS == 1;
 
-#define DISPATCH_SMALL(name, words)                                                                             \
-  extern "C" __global__ void __launch_bounds__(SMALL_IS_LEAN ? MAX_SMALL_THREADS : MAX_THREADS,                 \
-                                               SMALL_IS_LEAN ? 2 : 1)                                           \
-      name(const __grid_constant__ DispatchParams p) {                                                          \
-    dispatch_small<words>(p);                                                                                   \
+#define DISPATCH_SMALL(name, words, max_threads, min_ctas)           \
+  extern "C" __global__ void __launch_bounds__(max_threads, min_ctas) \
+      name(const __grid_constant__ DispatchParams p) {                \
+    dispatch_small<words>(p);                                         \
   }
 
-DISPATCH_SMALL(dispatch_small_bytes, false)
+DISPATCH_SMALL(dispatch_small_bytes, false, SMALL_IS_LEAN ? MAX_SMALL_THREADS : MAX_THREADS, SMALL_IS_LEAN ? 2 : 1)
 #if !WIRE_FORMAT
-DISPATCH_SMALL(dispatch_small_words, true)
+DISPATCH_SMALL(dispatch_small_words, true, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 3 : 1)
 #endif

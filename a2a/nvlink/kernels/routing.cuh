@@ -108,18 +108,24 @@ __device__ __forceinline__ u64* valid_words(u8* workspace, u64 offset, u32 max_n
   return reinterpret_cast<u64*>(workspace + offset) + u64(parity * EP_SIZE + src_rank) * max_words(max_num_tokens);
 }
 
+// Picks of a token that one lane reads at once; those past the last are the last again.
+constexpr u32 ID_BATCH = TOP_K < 8 ? TOP_K : 8;
+
+__device__ __forceinline__ void load_ids(const DispatchParams& p, const u32* ids_of_token, u32 first, RawId* ids) {
+#pragma unroll
+  for (u32 i = 0; i < ID_BATCH; ++i) ids[i] = load_id(p, ids_of_token, min(first + i, TOP_K - 1));
+}
+
 // The ranks of one token, by one lane.
 __device__ __forceinline__ RankSet ranks_of(const DispatchParams& p, const RankSet& active, const u32* ids_of_token) {
-  constexpr u32 BATCH = TOP_K < 8 ? TOP_K : 8;
   RankSet ranks;
   ranks.clear();
 #pragma unroll 1
-  for (u32 first = 0; first < TOP_K; first += BATCH) {
-    RawId ids[BATCH];
+  for (u32 first = 0; first < TOP_K; first += ID_BATCH) {
+    RawId ids[ID_BATCH];
+    load_ids(p, ids_of_token, first, ids);
 #pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) ids[i] = load_id(p, ids_of_token, min(first + i, TOP_K - 1));
-#pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) ranks.add(rank_of(p, active, ids[i]));
+    for (u32 i = 0; i < ID_BATCH; ++i) ranks.add(rank_of(p, active, ids[i]));
   }
   return ranks;
 }
@@ -226,17 +232,21 @@ __device__ __forceinline__ bool write_tables(const DispatchParams& p, const Roun
     RankSet seen;
     seen.clear();
 #pragma unroll 1
-    for (u32 pick = 0; pick < TOP_K; ++pick) {
-      const i32 rank = rank_of(p, active, load_id(p, ids_of_token, pick));
-      const bool first = rank >= 0 && !seen.has(rank);
-      i32 slot = -1;
-      if (first) {
+    for (u32 first = 0; first < TOP_K; first += ID_BATCH) {
+      RawId ids[ID_BATCH];
+      load_ids(p, ids_of_token, first, ids);
+#pragma unroll
+      for (u32 i = 0; i < ID_BATCH; ++i) {
+        if (first + i >= TOP_K) break;
+        const i32 rank = rank_of(p, active, ids[i]);
+        const bool is_first = rank >= 0 && !seen.has(rank);
         seen.add(rank);
-        slot = token;
-        if (!ROW_ORDER_TOKEN) slot = placing.before[rank] + __popc(placing.bits[rank] & ((1u << lane) - 1));
+        i32 slot = i32(token);
+        if (!ROW_ORDER_TOKEN && is_first)
+          slot = i32(placing.before[rank] + __popc(placing.bits[rank] & ((1u << lane) - 1)));
+        targets[first + i] = is_first ? rank : -1;
+        slots[first + i] = is_first ? slot : -1;
       }
-      targets[pick] = first ? rank : -1;
-      slots[pick] = slot;
     }
   }
   __syncwarp();
