@@ -115,7 +115,7 @@ class Exchange:
             words.first_round = 1
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._resident: dict[tuple[Kernel, int, int], int] = {}
-        self._whole: dict[tuple[Kernel, tuple[int, ...], int | None], bool] = {}
+        self._whole: dict[tuple[Kernel, Point, tuple[int, ...], int | None], bool] = {}
         self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
         self._load_dispatch(None, config.top_k)
@@ -154,12 +154,11 @@ class Exchange:
         widths = tuple([payload.row_bytes for payload in payloads])
         point = self._point("dispatch", wire is not None, widths, most)
         addresses = [0 if payload.rows is None else payload.rows.data_ptr() for payload in payloads]
-        name = "dispatch_bulk"
-        if point.regime == "small":
-            kernel = self._dispatch_kernel("dispatch_small_bytes", wire, top_k)
-            whole = wire is None and self._whole_words(kernel, point, widths, addresses, call.num_sms)
-            name = "dispatch_small_words" if whole else "dispatch_small_bytes"
+        name = "dispatch_bulk" if point.regime == "bulk" else "dispatch_small_bytes"
         kernel = self._dispatch_kernel(name, wire, top_k)
+        if point.regime == "small" and wire is None:
+            words = self._dispatch_kernel("dispatch_small_words", wire, top_k)
+            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
         stream = self._enter(call.stream)
         params = kernel.parameters
         fills = tuple([payload.fill_byte for payload in payloads])
@@ -237,13 +236,11 @@ class Exchange:
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         top_k = self._top_k[call.context]
-        name = f"combine_bulk_{kind}"
-        if point.regime == "small":
-            kernel = self._combine_kernel(f"combine_small_bytes_{kind}", top_k)
+        kernel = self._combine_kernel(f"combine_{'bulk' if point.regime == 'bulk' else 'small_bytes'}_{kind}", top_k)
+        if point.regime == "small" and output.dtype == payload.dtype:
+            words = self._combine_kernel(f"combine_small_words_{kind}", top_k)
             widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
-            whole = output.dtype == payload.dtype and self._whole_words(kernel, point, widths, addresses, call.num_sms)
-            name = f"combine_small_{'words' if whole else 'bytes'}_{kind}"
-        kernel = self._combine_kernel(name, top_k)
+            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
         stream = self._enter(call.stream)
         if quantizes:
             with torch.cuda.stream(stream):
@@ -409,10 +406,11 @@ class Exchange:
     def _whole_words(
         self, kernel: Kernel, point: Point, widths: tuple[int, ...], addresses: Sequence[int], num_sms: int | None
     ) -> bool:
-        """Whether a small launch may take the kernel that asks nothing of its bytes: see "Launch rules" in params."""
+        """Whether a small launch may take `kernel`, which asks nothing of its bytes: see "Launch rules" in params."""
         if any(address % PIECE_BYTES for address in addresses):
             return False
-        key = (kernel, widths, num_sms)
+        # The same rows have other CTAs at another R.
+        key = (kernel, point, widths, num_sms)
         answer = self._whole.get(key)
         if answer is None:
             num_bytes = image_bytes(widths)

@@ -36,6 +36,8 @@ class Ranks:
         from a2a.nvlink.exchange import Exchange
 
         self.case, self.wire, self.alignment = case, wire, alignment
+        self.shift = 0
+        """Elements by which inputs, expert rows and outputs miss the address that an allocator gives."""
         sizes = case.constructor()
         if wire is not None:
             del sizes["dispatch_dtype_bytes_per_elem"]
@@ -103,9 +105,9 @@ class Ranks:
 
     def dispatch_call(self, round: Round, rank: int, on_wire: RankInput) -> DispatchCall:
         given = round.inputs[rank]
-        ids = given.topk_ids.cuda()
+        ids = self.shifted(given.topk_ids)
         widths = [each.shape[1] * each.dtype.itemsize for each in on_wire.payloads]
-        rows: list[Tensor | None] = [ids if each is given.topk_ids else each.cuda() for each in given.payloads]
+        rows: list[Tensor | None] = [ids if each is given.topk_ids else self.shifted(each) for each in given.payloads]
         quantize = None
         if self.wire is not None:
             rows[1:1] = [None]
@@ -129,6 +131,11 @@ class Ranks:
             num_sms=None,
             enable_pdl=None,
         )
+
+    def shifted(self, rows: Tensor) -> Tensor:
+        """The same on the GPU, contiguous, `shift` elements behind an aligned address."""
+        memory = torch.empty(rows.numel() + self.shift, dtype=rows.dtype, device="cuda")
+        return memory[self.shift :].view(rows.shape).copy_(rows)
 
     def assert_fine(self) -> None:
         for rank, each in enumerate(self.ranks):
@@ -161,7 +168,7 @@ class Ranks:
         sums = reference.combine(ids, rows, case.placed(), row_order=case.row_order, output_dtype=dtype)
         calls = []
         for rank in range(case.ep_size):
-            payload = rows[rank].cuda()
+            payload = self.shifted(rows[rank])
             if not staged:
                 area = self.region(rank, "combine", case.dtype)[: payload.numel()].view(payload.shape)
                 area.copy_(payload)
@@ -176,7 +183,7 @@ class Ranks:
                     runtime_max_tokens_per_rank=most,
                     num_tokens=sums[rank].shape[0],
                     low_precision=False,
-                    output=torch.full(sums[rank].shape, float("nan"), dtype=dtype, device="cuda"),
+                    output=self.shifted(torch.full(sums[rank].shape, float("nan"), dtype=dtype)),
                     output_quantize=None,
                     output_scales=None,
                     scale_layout=ScaleLayout.LINEAR,

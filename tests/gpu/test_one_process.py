@@ -58,6 +58,18 @@ def test_rounds_equal_the_oracle(shape: str, ep_size: int) -> None:
         ranks.play(draw(ranks.case, 100 + seed), staged=seed < 2)
 
 
+@pytest.mark.parametrize("ep_size", [2, 8])
+@pytest.mark.parametrize("shape", ["plain", "narrow payloads", "hidden 7168", "fp32", "int64 ids"])
+def test_addresses_may_be_anything(shape: str, ep_size: int) -> None:
+    ranks = Ranks(Case(ep_size=ep_size, **SHAPES[shape]))
+    for seed, shift in enumerate((1, 0, 3, 0, 2, 4)):
+        ranks.shift = shift
+        for regime in REGIMES:
+            ranks.take(regime)
+            # Two rounds of a size with rows at other addresses, which must not be taken for the first one's.
+            ranks.play(draw(ranks.case, 5, counts=[9] * ep_size), staged=seed % 2 == 0)
+
+
 FORMATS = {
     "fp8_block": [(256, 0)],
     "mxfp8": [(7168, 0), (2880, 256), (160, 128)],

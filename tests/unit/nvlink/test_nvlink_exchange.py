@@ -42,6 +42,17 @@ MORE = torch.zeros((600, 24), dtype=torch.uint8)
 STATS = torch.zeros(5, dtype=torch.int32)
 BLOCKS = torch.zeros((2, 600, 256), dtype=torch.bfloat16)
 OUTPUTS = {dtype: torch.zeros((600, 256), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+SHIPPED = find_tuning("sm_90").tuning
+TUNING = dataclasses.replace(
+    SHIPPED,
+    points=tuple(
+        # At some sizes one thread moves two parts of a row.
+        dataclasses.replace(each, threads=32, parts_per_thread=2)
+        if each.regime == "small" and each.tokens > 8
+        else each
+        for each in SHIPPED.points
+    ),
+)
 FUSED = Quantize(wire_format("mxfp8"), 0, None)
 
 
@@ -85,7 +96,7 @@ def exchange() -> tuple[Any, list[Any]]:
         def __init__(self) -> None:
             self.workspace, self.device, self.ep_rank, self.stream = WORKSPACE, WORKSPACE.device, 1, None
             self._config, self._layout, self.landing_tokens = CONFIG, LAYOUT, params.landing_tokens(CONFIG)
-            self.tuning, self._small_max_tokens, self._points = find_tuning("sm_90").tuning, None, {}
+            self.tuning, self._small_max_tokens, self._points = TUNING, None, {}
             self._sharers, self._num_sms = 1, 132
             self._needs_table, self._table = False, Placement.contiguous(8, 2).table
             self._pinned = WORKSPACE.new_zeros(256)
@@ -217,6 +228,33 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
             each.combine(ended)
         assert seen[-2:] == wanted, (seen[-2:], wanted)
     assert len(seen) == 200
+    taken = [launch for launch in seen if "small_words" in launch[0]]
+    assert taken and all(_covers_a_row(*launch) for launch in taken)
+
+
+def _covers_a_row(name: str, shape: Any, pdl: bool, fields: dict[str, Any]) -> bool:
+    """What a kernel of whole words needs: a thread for each part of a row."""
+    widths = fields["payload_bytes"] if "payload_bytes" in fields else [2 * fields["row_elements"]]
+    (columns, _), threads, _ = shape
+    return columns * threads >= 8 * params.lines(params.image_bytes(widths)) and not any(each % 8 for each in widths)
+
+
+def test_whole_words_are_decided_by_the_size_of_the_round() -> None:
+    """Few tokens have a thread for each part of their rows, more have not: the kernel must not be the first one's."""
+    used, seen = exchange()
+    rows, ids = ROWS[torch.bfloat16][:1], IDS[torch.int32][:1]
+    offsets = LAYOUT.payload_offsets([512, 16], 0)
+    call = dataclasses.replace(
+        dispatch_call(random.Random(1)),
+        topk_ids=ids,
+        payloads=(Payload(rows, 512, offsets[0], None), Payload(ids, 16, offsets[1], None)),
+        quantize=None,
+        num_sms=None,
+    )
+    for most in (1, 512, 1, 512):
+        used.dispatch(dataclasses.replace(call, runtime_max_tokens_per_rank=most))
+    assert [launch[0] for launch in seen] == ["dispatch_small_words", "dispatch_small_bytes"] * 2
+    assert all(_covers_a_row(*launch) for launch in seen if "small_words" in launch[0])
 
 
 def test_a_repeated_call_prepares_nothing() -> None:
