@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from a2a.host.numba_atomics import fence, pointer
 from a2a.host.loops import Loops
 
 _BF16: Final = 0
@@ -73,16 +74,6 @@ def _half_of(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """The address as a pointer. Kernels get addresses, since an array made of every tensor slows small rounds."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
 def _copy_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """memcpy between two addresses; a loop over slices is not recognised as one, since they might overlap."""
 
@@ -98,7 +89,7 @@ def _copy_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 def _stream_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """Like `_copy_bytes`, past the caches: a line is written without being read first.
 
-    The target and `num_bytes` are multiples of 64. Such stores are ordered by `_fence` alone.
+    The target and `num_bytes` are multiples of 64. Such stores are ordered by `fence` alone.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -113,17 +104,6 @@ def _stream_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _fence(typingctx: Any) -> Any:
-    """Orders the stores of `_stream_bytes` before everything after it, such as a doorbell."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @njit(inline="always")
@@ -151,14 +131,14 @@ def _route(
     targets_at: int,
     indices_at: int,
 ) -> None:
-    narrow = carray(_pointer(ids_at), (num_tokens, top_k), np.int32)
-    wide = carray(_pointer(ids_at), (num_tokens, top_k), np.int64)
-    owners = carray(_pointer(owners_at), num_experts, np.int32)
-    active = carray(_pointer(active_at), ep, np.uint8)
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
-    counts = carray(_pointer(counts_at), ep, np.int32)
-    targets = carray(_pointer(targets_at), (num_tokens, top_k), np.int32)
-    indices = carray(_pointer(indices_at), (num_tokens, top_k), np.int32)
+    narrow = carray(pointer(ids_at), (num_tokens, top_k), np.int32)
+    wide = carray(pointer(ids_at), (num_tokens, top_k), np.int64)
+    owners = carray(pointer(owners_at), num_experts, np.int32)
+    active = carray(pointer(active_at), ep, np.uint8)
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
+    counts = carray(pointer(counts_at), ep, np.int32)
+    targets = carray(pointer(targets_at), (num_tokens, top_k), np.int32)
+    indices = carray(pointer(indices_at), (num_tokens, top_k), np.int32)
     slots[:] = -1
     counts[:] = 0
     for token in range(num_tokens):
@@ -181,10 +161,8 @@ def _route(
 
 
 @njit(cache=True, nogil=True)
-def _write_rows(
-    rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int
-) -> None:
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
+def _write_rows(rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int) -> None:
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
     if (to | stride | row_bytes) % _LINE_BYTES == 0 and (slots >= 0).sum() * row_bytes >= _STREAMED_BYTES:
         for token in range(num_tokens):
@@ -192,7 +170,7 @@ def _write_rows(
                 slot = slots[token, rank]
                 if slot >= 0:
                     _stream_bytes(to + rank * stride + slot * row_bytes, rows_at + token * row_bytes, row_bytes)
-        _fence()
+        fence()
         return
     for token in range(num_tokens):
         for rank in range(ep):
@@ -214,11 +192,11 @@ def _fill_padded(
     value: int,
 ) -> None:
     elements = ep * rows * columns
-    bytes_ = carray(_pointer(area_at), elements, np.uint8)
-    words = carray(_pointer(area_at), elements, np.int32)
-    doubles = carray(_pointer(area_at), elements, np.int64)
-    counts = carray(_pointer(counts_at), ep, np.int32)
-    valid = carray(_pointer(valid_at), ep * valid_stride, np.uint8)
+    bytes_ = carray(pointer(area_at), elements, np.uint8)
+    words = carray(pointer(area_at), elements, np.int32)
+    doubles = carray(pointer(area_at), elements, np.int64)
+    counts = carray(pointer(counts_at), ep, np.int32)
+    valid = carray(pointer(valid_at), ep * valid_stride, np.uint8)
     for block in range(ep):
         for row in range(rows):
             padded = row >= counts[block] if valid_at == 0 else valid[block * valid_stride + row] == 0
@@ -256,11 +234,11 @@ def _sum_rows(
     """
     # Each array ends where the last block may end: nothing indexes beyond what `slots` names.
     words = start + ep * stride + num_tokens * width
-    halves = carray(_pointer(memory_at), words, np.uint16)
-    floats = carray(_pointer(memory_at), words, np.float32)
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
-    out_halves = carray(_pointer(out_at), num_tokens * width, np.uint16)
-    out_floats = carray(_pointer(out_at), num_tokens * width, np.float32)
+    halves = carray(pointer(memory_at), words, np.uint16)
+    floats = carray(pointer(memory_at), words, np.float32)
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
+    out_halves = carray(pointer(out_at), num_tokens * width, np.uint16)
+    out_floats = carray(pointer(out_at), num_tokens * width, np.float32)
     total = np.empty(_BLOCK, np.float32)
     for token in range(num_tokens):
         for first in range(0, width, _BLOCK):
@@ -337,9 +315,7 @@ class NumbaLoops(Loops):
         )
         return slots
 
-    def write_rows(
-        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
-    ) -> None:
+    def write_rows(self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         to = memory.data_ptr() + start
         _write_rows(rows.data_ptr(), row_bytes, slots.data_ptr(), *slots.shape, to, stride)
 
