@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from a2a.comm.mesh import Mesh
+from a2a.host.bells import MAX_WORDS, PARITIES, PHASES, Active, Bells, Said, Signal, StreamBells
 from a2a.host.numba_atomics import (
     fence,
     load_acquire,
@@ -45,7 +46,6 @@ from a2a.host.numba_atomics import (
     swap_flag,
     wake,
 )
-from a2a.host.bells import MAX_WORDS, PARITIES, PHASES, Active, Bells, Said, Signal, StreamBells
 from a2a.layout import WorkspaceLayout
 
 GLANCE_S: Final = 0.02

@@ -15,8 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from a2a.host.numba_atomics import fence, pointer
 from a2a.host.loops import Loops
+from a2a.host.numba_atomics import fence, pointer
 
 _BF16: Final = 0
 _FP16: Final = 1
