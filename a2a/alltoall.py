@@ -112,6 +112,7 @@ class RoundContext:
         self._warm = False
         self._round: _Round | None = None
         self._views: dict[object, Tensor] = {}
+        self._offsets: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     # ---- verbs -----------------------------------------------------------------------------------------------------
 
@@ -167,10 +168,10 @@ class RoundContext:
                 ids_payload = next((i for i, each in enumerate(input_payloads) if each is token_selected_experts), None)
             shared.arguments.check_ids_payload(ids_payload, rows, topk_ids)
             fills = [shared.arguments.fill_byte(each.dtype) for each in rows]
-            widths = [_row_bytes(each) for each in rows]
+            widths = tuple(each.shape[1] * each.dtype.itemsize for each in rows)
             call = self._dispatch_call(
                 topk_ids,
-                list(rows),
+                rows,
                 widths,
                 fills,
                 runtime_max_tokens_per_rank,
@@ -231,37 +232,19 @@ class RoundContext:
         shared = self._shared
         try:
             self._set_mask(active_rank_mask)
-            ids = shared.arguments.topk_ids(topk_ids)
-            wire, quantize = shared.arguments.wire(hidden_states, scale, global_scale, scale_layout)
-            sent_ids = ids if ids.dtype == torch.int32 else _narrow_ids(ids)
-            shared.arguments.check_weights(topk_weights, ids)
-            n = ids.shape[0]
-            hidden = shared.arguments.hidden_size(wire, hidden_states, n, quantize is not None)
-            alignment = 0 if quantize is None else shared.config.mx_alignment
-            data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
-            rows: list[Tensor | None] = [hidden_states]
-            widths = [data_width * wire.data_dtype.itemsize]
-            shapes = [(data_width, wire.data_dtype)]
-            neutral: int | None = None
-            if wire.scales_dtype is not None:
-                if scale is not None:
-                    shared.arguments.check_matrix("scale", scale, (n, scales_width), wire.scales_dtype)
-                rows.append(scale)
-                widths.append(scales_width * wire.scales_dtype.itemsize)
-                shapes.append((scales_width, wire.scales_dtype))
-                neutral = wire.neutral_scale_byte
-            ids_payload = len(rows)
-            rows += [sent_ids, topk_weights]
-            widths += [_row_bytes(sent_ids), _row_bytes(topk_weights)]
-            shapes += [(ids.shape[1], torch.int32), (ids.shape[1], torch.float32)]
-            fills: list[int | None] = [0 if shared.config.scrub == "all" else None] * len(rows)
-            if shared.config.scrub == "all" and neutral is not None:
-                fills[1] = neutral
+            tokens = shared.arguments.tokens(
+                hidden_states, topk_ids, topk_weights, scale, global_scale, scale_layout
+            )
+            quantize = shared.arguments.quantize(tokens, global_scale)
+            sent_ids = topk_ids if topk_ids.dtype == torch.int32 else _narrow_ids(topk_ids)
+            scales_rows = (scale,) if tokens.wire.scales_dtype is not None else ()
+            rows = (hidden_states, *scales_rows, sent_ids, topk_weights)
+            ids_payload = len(rows) - 2
             call = self._dispatch_call(
-                ids,
+                topk_ids,
                 rows,
-                widths,
-                fills,
+                tokens.widths,
+                tokens.fills,
                 runtime_max_tokens_per_rank,
                 ids_payload,
                 invalid_token_expert_id,
@@ -276,7 +259,7 @@ class RoundContext:
         self._dispatched(call)
         views = [
             self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, (width,), dtype)
-            for payload, (width, dtype) in zip(call.payloads, shapes, strict=True)
+            for payload, (width, dtype) in zip(call.payloads, tokens.shapes, strict=True)
         ]
         scales = views[1] if ids_payload == 2 else None
         if scales is not None and scale_layout is not ScaleLayout.LINEAR:
@@ -534,7 +517,7 @@ class RoundContext:
         self,
         topk_ids: Tensor,
         rows: Sequence[Tensor | None],
-        widths: Sequence[int],
+        widths: tuple[int, ...],
         fills: Sequence[int | None],
         runtime_max_tokens_per_rank: int,
         ids_payload: int | None,
@@ -557,7 +540,11 @@ class RoundContext:
         invalid = DEFAULT_INVALID_ID if invalid_id is None else invalid_id
         if not isinstance(invalid, int) or not -(2**31) <= invalid < 2**31:
             raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
-        offsets = shared.layout.payload_offsets(widths, self._index)
+        offsets = self._offsets.get(widths)
+        if offsets is None:
+            if len(self._offsets) >= _MAX_CACHED_VIEWS:
+                self._offsets.clear()
+            offsets = self._offsets[widths] = shared.layout.payload_offsets(widths, self._index)
         payloads = tuple(map(Payload, rows, widths, offsets, fills))
         stream, num_sms, enable_pdl = launch
         self._round_number += 1
@@ -678,6 +665,7 @@ class RoundContext:
         self._attempt = 0
         self._round = None
         self._views.clear()
+        self._offsets.clear()
 
 
 class MoeAlltoAll(RoundContext):
@@ -957,10 +945,6 @@ class MoeAlltoAll(RoundContext):
     def _require_open(self, verb: str) -> None:
         if self._shared.closed:
             raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1] * rows.dtype.itemsize
 
 
 def _narrow_ids(ids: Tensor) -> Tensor:

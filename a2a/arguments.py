@@ -6,8 +6,8 @@ either gives back what the round needs or raises, with the facts, before anythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,28 @@ SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 _E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
 _NEUTRAL_E8M0: Final = 127
+
+
+_MAX_KEPT: Final = 64
+"""Of what was found for arguments, how much is kept for others that look the same."""
+
+
+class Tokens(NamedTuple):
+    """What a `dispatch_tokens` sends, by payload: hidden states, scales where the format has them, ids, weights.
+
+    Attributes:
+        wire: the format.
+        to_quantize: whether hidden states become wire rows inside the exchange.
+        widths: bytes of a row on the wire.
+        shapes: columns and dtype of what is received.
+        fills: the byte that padded rows are made of; None where they are left alone.
+    """
+
+    wire: WireFormat
+    to_quantize: bool
+    widths: tuple[int, ...]
+    shapes: tuple[tuple[int, torch.dtype], ...]
+    fills: tuple[int | None, ...]
 
 
 class Arguments:
@@ -42,6 +64,7 @@ class Arguments:
         self.rank = rank
         self._combine_bytes_per_token = config.combine_bytes_per_token
         self.unit_scale = torch.ones((), dtype=torch.float32, device=device)
+        self._tokens: dict[Hashable, Tokens] = {}
 
     def topk_ids(self, ids: Tensor) -> Tensor:
         """int32 or int64 `[n, k]`, `k` up to the object's top_k."""
@@ -117,10 +140,6 @@ class Arguments:
                 rank=self.rank,
             )
 
-    def check_weights(self, weights: Tensor, ids: Tensor) -> None:
-        """float32 `[n, k]`."""
-        self.check_matrix("topk_weights", weights, (ids.shape[0], ids.shape[1]), torch.float32)
-
     def check_eplb(self, stats: Tensor | None) -> None:
         """int32 `[Es]`, only where the object was built for it."""
         wanted = self.config.eplb_stats_num_experts
@@ -156,10 +175,77 @@ class Arguments:
             return None
         return _NEUTRAL_E8M0 if _E8M0 is not None and dtype == _E8M0 else 0
 
-    def wire(
+    def tokens(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scale: Tensor | None,
+        global_scale: Tensor | None,
+        scale_layout: ScaleLayout,
+    ) -> Tokens:
+        """The tensors of `dispatch_tokens`. What is found is kept: it depends on nothing but how they look."""
+        key = (
+            look(hidden_states),
+            look(topk_ids),
+            look(topk_weights),
+            look(scale),
+            look(global_scale),
+            scale_layout if isinstance(scale_layout, ScaleLayout) else None,
+        )
+        found = self._tokens.get(key)
+        if found is None:
+            found = self._check_tokens(hidden_states, topk_ids, topk_weights, scale, global_scale, scale_layout)
+            if len(self._tokens) >= _MAX_KEPT:
+                self._tokens.clear()
+            self._tokens[key] = found
+        return found
+
+    def quantize(self, tokens: Tokens, global_scale: Tensor | None) -> Quantize | None:
+        """How hidden states become wire rows: None if they are that already."""
+        if not tokens.to_quantize:
+            return None
+        if global_scale is None and tokens.wire.needs_global_scale:
+            global_scale = self.unit_scale
+        return Quantize(tokens.wire, self.config.mx_alignment, global_scale)
+
+    def _check_tokens(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scale: Tensor | None,
+        global_scale: Tensor | None,
+        scale_layout: ScaleLayout,
+    ) -> Tokens:
+        n, k = self.topk_ids(topk_ids).shape
+        wire, to_quantize = self._wire(hidden_states, scale, global_scale, scale_layout)
+        self.check_matrix("topk_weights", topk_weights, (n, k), torch.float32)
+        hidden = self._hidden_size(wire, hidden_states, n, to_quantize)
+        alignment = self.config.mx_alignment if to_quantize else 0
+        shapes = [(wire.data_width(hidden, alignment), wire.data_dtype)]
+        fills = [0]
+        if wire.scales_dtype is not None:
+            scales_width = wire.scales_width(hidden, alignment)
+            if scale is not None:
+                self.check_matrix("scale", scale, (n, scales_width), wire.scales_dtype)
+            shapes.append((scales_width, wire.scales_dtype))
+            fills.append(wire.neutral_scale_byte)
+        shapes += [(k, torch.int32), (k, torch.float32)]
+        fills += [0, 0]
+        scrubbed = self.config.scrub == "all"
+        return Tokens(
+            wire,
+            to_quantize,
+            widths=tuple(columns * dtype.itemsize for columns, dtype in shapes),
+            shapes=tuple(shapes),
+            fills=tuple(fill if scrubbed else None for fill in fills),
+        )
+
+    def _wire(
         self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
-    ) -> tuple[WireFormat, Quantize | None]:
-        """The object's wire format, and how hidden states become it: None if they are it already."""
+    ) -> tuple[WireFormat, bool]:
+        """The object's wire format, and whether hidden states have yet to be quantised to it."""
         config = self.config
         if config.wire_format is None:
             raise ConfigError(
@@ -217,7 +303,7 @@ class Arguments:
                     wanted=f"{wire.data_dtype}, the wire format",
                     rank=self.rank,
                 )
-            return wire, None
+            return wire, False
         if on_wire:
             if scale is None:
                 raise ConfigError(
@@ -226,7 +312,7 @@ class Arguments:
                     wanted=f"the scales of hidden states that are already {wire.name}",
                     rank=self.rank,
                 )
-            return wire, None
+            return wire, False
         if hidden_states.dtype not in SUM_DTYPES:
             raise ShapeError(
                 what="hidden_states",
@@ -241,12 +327,9 @@ class Arguments:
                 wanted=f"None for {hidden_states.dtype} hidden states, which the exchange quantises itself",
                 rank=self.rank,
             )
-        if global_scale is None and wire.needs_global_scale:
-            global_scale = self.unit_scale
-        return wire, Quantize(wire, config.mx_alignment, global_scale)
+        return wire, True
 
-
-    def hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_quantize: bool) -> int:
+    def _hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_quantize: bool) -> int:
         """Elements of a hidden-state row before packing, at most those the workspace was built for."""
         self.check_matrix("hidden_states", hidden_states, (num_tokens, None), hidden_states.dtype)
         config = self.config
@@ -389,6 +472,13 @@ class Arguments:
                 else self.unit_scale
             )
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
+
+
+def look(value: object) -> Hashable:
+    """All that a check asks of a tensor, its contents apart; for anything else something that nothing is equal to."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.is_contiguous()
+    return None if value is None else object()
 
 
 def describe(value: object) -> str:
