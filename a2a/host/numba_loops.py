@@ -161,6 +161,16 @@ def _route(
 
 
 @njit(cache=True, nogil=True)
+def _write_counts(counts_at: int, active_at: int, ep: int, there_at: int, stride: int) -> None:
+    counts = carray(pointer(counts_at), ep, np.int32)
+    active = carray(pointer(active_at), ep, np.uint8)
+    there = carray(pointer(there_at), (ep - 1) * stride + 1, np.int32)
+    for rank in range(ep):
+        if active[rank] != 0:
+            there[rank * stride] = counts[rank]
+
+
+@njit(cache=True, nogil=True)
 def _write_rows(rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int) -> None:
     slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
@@ -281,7 +291,9 @@ class NumbaLoops(Loops):
 
     def __init__(self) -> None:
         one, flags = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.uint8)
-        slots = self.route(one, one[0], flags, True, one.clone(), one.clone(), one[0].clone())
+        slots, counts = one.clone(), one[0].clone()
+        self.route(one, one[0], flags, True, one.clone(), one.clone(), counts, slots)
+        self.write_counts(counts, flags, one[0].clone())
         self.write_rows(one, 4, slots, torch.zeros(4, dtype=torch.uint8), 0, 0)
         self.fill_padded(one[None].clone(), one[0], None, 0)
         self.sum_rows(torch.zeros(4), 0, 0, slots, torch.zeros((1, 4)))
@@ -295,9 +307,9 @@ class NumbaLoops(Loops):
         targets: Tensor,
         indices: Tensor,
         counts: Tensor,
-    ) -> Tensor:
+        slots: Tensor,
+    ) -> None:
         (num_tokens, top_k), ep = ids.shape, active.shape[0]
-        slots = torch.empty((num_tokens, ep), dtype=torch.int32)
         _route(
             ids.data_ptr(),
             ids.dtype == torch.int64,
@@ -313,7 +325,9 @@ class NumbaLoops(Loops):
             targets.data_ptr(),
             indices.data_ptr(),
         )
-        return slots
+
+    def write_counts(self, counts: Tensor, active: Tensor, there: Tensor) -> None:
+        _write_counts(counts.data_ptr(), active.data_ptr(), counts.shape[0], there.data_ptr(), there.stride(0))
 
     def write_rows(self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         to = memory.data_ptr() + start

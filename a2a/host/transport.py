@@ -197,7 +197,6 @@ class HostTransport(Transport):
         sources = _wire_rows(call)
         self._hear(enter, said, active, call.timeout_s)
         self._at("dispatch.write", round)
-        self._slots[context] = slots
         self._write_tables(call, slots, active)
         most = call.runtime_max_tokens_per_rank
         for payload, rows in zip(call.payloads, sources, strict=True):
@@ -229,8 +228,11 @@ class HostTransport(Transport):
         return said
 
     def _route(self, call: DispatchCall, active: Active) -> Tensor:
-        tables = self._tables[call.context]
-        return self._loops.route(
+        tables, num_tokens = self._tables[call.context], call.topk_ids.shape[0]
+        slots = self._slots.get(call.context)
+        if slots is None or slots.shape[0] != num_tokens:
+            slots = self._slots[call.context] = torch.empty((num_tokens, self._config.ep_size), dtype=torch.int32)
+        self._loops.route(
             call.topk_ids,
             self._placement.table,
             active.takes_part,
@@ -238,24 +240,21 @@ class HostTransport(Transport):
             tables.targets,
             tables.indices,
             tables.send_counts,
+            slots,
         )
+        return slots
 
     def _write_tables(self, call: DispatchCall, slots: Tensor, active: Active) -> None:
-        ep, tables = self._config.ep_size, self._tables[call.context]
-        everywhere = active is self._everyone
-        to: slice | Tensor = slice(None) if everywhere else torch.tensor(active.ranks)
-        if everywhere:
-            tables.counts_there.copy_(tables.send_counts)
-        else:
-            tables.counts_there[to] = tables.send_counts[to]
+        tables = self._tables[call.context]
+        self._loops.write_counts(tables.send_counts, active.takes_part, tables.counts_there)
         if call.eplb_local_stats is not None and tables.statistics_there is not None:
-            tables.statistics_there[to] = call.eplb_local_stats
+            tables.statistics_there[active.takes_part != 0] = call.eplb_local_stats
         if tables.valid_there is not None:
             most = call.runtime_max_tokens_per_rank
-            valid = torch.zeros((ep, most), dtype=torch.uint8)
+            valid = torch.zeros((self._config.ep_size, most), dtype=torch.uint8)
             valid[:, : slots.shape[0]] = (slots >= 0).T
-            tables.valid_there[to, :most] = valid[to]
-        if not everywhere:
+            tables.valid_there[active.takes_part != 0, :most] = valid[active.takes_part != 0]
+        if active is not self._everyone:
             silent = active.takes_part == 0
             tables.recv_counts[silent] = 0
             if tables.valid is not None:
@@ -503,14 +502,15 @@ def _combine_told(said: Sequence[int]) -> dict[str, Any]:
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:
-    """Every payload's rows as they travel, quantised where the call says so."""
+    """Every payload's rows as they travel, contiguous, quantised where the call says so."""
     rows = [payload.rows for payload in call.payloads]
-    if call.quantize is not None and rows[0] is not None:
-        how = call.quantize
-        rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
+    how = call.quantize
+    if how is not None and rows[0] is not None:
+        data, scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
+        rows[0] = data.contiguous()
         if scales is not None:
-            rows[1] = scales
-    return [each.contiguous() for each in rows if each is not None]
+            rows[1] = scales.contiguous()
+    return [each for each in rows if each is not None]
 
 
 def _quantize_output(call: CombineCall, sums: Tensor) -> None:

@@ -52,7 +52,8 @@ def routed(loops: Loops, ids: Tensor, placement: Placement, active: Sequence[int
     targets = torch.full(ids.shape, 99, dtype=torch.int32)
     indices = torch.full(ids.shape, 99, dtype=torch.int32)
     counts = torch.full((placement.ep_size,), 99, dtype=torch.int32)
-    slots = loops.route(ids, placement.table, takes_part, compact, targets, indices, counts)
+    slots = torch.full((ids.shape[0], placement.ep_size), 99, dtype=torch.int32)
+    loops.route(ids, placement.table, takes_part, compact, targets, indices, counts, slots)
     return Route(slots, counts, targets, indices)
 
 
