@@ -25,7 +25,7 @@ from a2a.agreement import (
     placement_table,
     union,
 )
-from a2a.arguments import Arguments, describe
+from a2a.arguments import Arguments, Tokens, describe
 from a2a.comm import resolve
 from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
@@ -51,7 +51,9 @@ DEFAULT_INVALID_ID: Final = -1
 _IDLE: Final = "idle"
 _DISPATCHED: Final = "dispatched"
 _CLOSED: Final = "closed"
-_MAX_CACHED_VIEWS: Final = 64
+_MAX_KEPT: Final = 64
+"""Of each kind of thing made for a round, how many are kept for rounds like it."""
+
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class RoundContext:
         self._round: _Round | None = None
         self._views: dict[object, Tensor] = {}
         self._offsets: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._kept_received: dict[tuple[Tokens, int], Dispatched] = {}
 
     # ---- verbs -----------------------------------------------------------------------------------------------------
 
@@ -257,14 +260,13 @@ class RoundContext:
             raise
         shared.transport.dispatch(call)
         self._dispatched(call)
-        views = [
-            self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, (width,), dtype)
-            for payload, (width, dtype) in zip(call.payloads, tokens.shapes, strict=True)
-        ]
-        scales = views[1] if ids_payload == 2 else None
-        if scales is not None and scale_layout is not ScaleLayout.LINEAR:
-            scales = swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout)
-        return Dispatched(views[0], scales, views[ids_payload], views[ids_payload + 1], self.recv_counts)
+        received = self._received(tokens, call)
+        if received.scales is None or scale_layout is ScaleLayout.LINEAR:
+            return received
+        scales = received.scales
+        return dataclasses.replace(
+            received, scales=swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout)
+        )
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -491,7 +493,8 @@ class RoundContext:
         if not self._shared.closed:
             # Before the state: what a failed round left behind is no misuse of the caller's.
             self._shared.transport.check()
-        self._require(verb, state)
+        if self._state != state or self._shared.closed:
+            self._require(verb, state)
 
     def _require(self, verb: str, state: str) -> None:
         if self.state != state:
@@ -542,7 +545,7 @@ class RoundContext:
             raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
         offsets = self._offsets.get(widths)
         if offsets is None:
-            if len(self._offsets) >= _MAX_CACHED_VIEWS:
+            if len(self._offsets) >= _MAX_KEPT:
                 self._offsets.clear()
             offsets = self._offsets[widths] = shared.layout.payload_offsets(widths, self._index)
         payloads = tuple(map(Payload, rows, widths, offsets, fills))
@@ -653,8 +656,27 @@ class RoundContext:
             view = self._remember(key, raw.view(dtype).view(ep, most, *row_shape))
         return view
 
+    def _received(self, tokens: Tokens, call: DispatchCall) -> Dispatched:
+        """Where the payloads of `dispatch_tokens` have arrived; the last few are kept, since rounds repeat."""
+        key = (tokens, call.runtime_max_tokens_per_rank)
+        received = self._kept_received.get(key)
+        if received is None:
+            hidden, *scales, ids, weights = (
+                self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, (width,), dtype)
+                for payload, (width, dtype) in zip(call.payloads, tokens.shapes, strict=True)
+            )
+            received = Dispatched(hidden, scales[0] if scales else None, ids, weights, self.recv_counts)
+            if len(self._kept_received) >= _MAX_KEPT:
+                self._kept_received.clear()
+            self._kept_received[key] = received
+        return received
+
+    def _forget_views(self) -> None:
+        for kept in (self._views, self._offsets, self._kept_received):
+            kept.clear()
+
     def _remember(self, key: object, view: Tensor) -> Tensor:
-        if len(self._views) >= _MAX_CACHED_VIEWS:
+        if len(self._views) >= _MAX_KEPT:
             self._views.clear()
         self._views[key] = view
         return view
@@ -664,8 +686,7 @@ class RoundContext:
         self._round_number = 0
         self._attempt = 0
         self._round = None
-        self._views.clear()
-        self._offsets.clear()
+        self._forget_views()
 
 
 class MoeAlltoAll(RoundContext):
@@ -929,7 +950,7 @@ class MoeAlltoAll(RoundContext):
             self._shared.closed = True
             self._shared.transport.close()
             for context in self.contexts:
-                context._views.clear()
+                context._forget_views()
             for release in self._at_close:
                 release()
             self._at_close.clear()

@@ -6,8 +6,9 @@ either gives back what the round needs or raises, with the facts, before anythin
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ _MAX_KEPT: Final = 64
 """Of what was found for arguments, how much is kept for others that look the same."""
 
 
-class Tokens(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Tokens:
     """What a `dispatch_tokens` sends, by payload: hidden states, scales where the format has them, ids, weights.
 
     Attributes:

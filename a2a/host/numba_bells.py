@@ -170,7 +170,7 @@ class SharedBells(Bells):
 
     def ring(self, signal: Signal, said: Said, active: Active, timeout_s: float) -> None:
         phase, context, round, attempt = signal
-        if (context, phase) in self._unheard:
+        if self._unheard and (context, phase) in self._unheard:
             self._streams.ring(signal, said, active, timeout_s)
             return
         _ring(

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -171,7 +171,7 @@ class HostTransport(Transport):
         self._stride = self.workspace.stride(0)
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
         self._slots: dict[int, Tensor] = {}
-        self._kept_said: dict[tuple[int, ...], Said] = {}
+        self._kept_said: dict[Hashable, Said] = {}
         self._kept_active: dict[tuple[int, ...], Active] = {}
         self._areas: dict[object, Tensor] = {}
         self._words = {dtype: self._memory.view(dtype) for dtype in _SUMMED}
@@ -210,21 +210,28 @@ class HostTransport(Transport):
         self._scrub(call)
 
     def _dispatch_said(self, call: DispatchCall, active: Active) -> Said:
-        widths = [payload.row_bytes for payload in call.payloads]
-        unused = [0] * (MAX_PAYLOADS - len(widths))
+        widths = tuple([payload.row_bytes for payload in call.payloads])
         has_eplb = call.eplb_local_stats is not None
-        return self._said((call.runtime_max_tokens_per_rank, len(widths), *widths, *unused, has_eplb, *active.mask))
+        key = (call.runtime_max_tokens_per_rank, widths, has_eplb, active)
+        said = self._kept_said.get(key)
+        if said is None:
+            unused = [0] * (MAX_PAYLOADS - len(widths))
+            words = (call.runtime_max_tokens_per_rank, len(widths), *widths, *unused, has_eplb, *active.mask)
+            said = self._keep_said(key, words)
+        return said
 
     def _combine_said(self, call: CombineCall, active: Active) -> Said:
-        dtype = _PAYLOAD_DTYPES.index(call.payload.dtype)
-        return self._said((call.payload.shape[2], dtype, call.low_precision, *active.mask))
-
-    def _said(self, words: tuple[int, ...]) -> Said:
-        said = self._kept_said.get(words)
+        key = (call.payload.shape[2], call.payload.dtype, call.low_precision, active)
+        said = self._kept_said.get(key)
         if said is None:
-            if len(self._kept_said) >= _MAX_KEPT:
-                self._kept_said.clear()
-            said = self._kept_said[words] = Said(words)
+            columns, dtype = call.payload.shape[2], _PAYLOAD_DTYPES.index(call.payload.dtype)
+            said = self._keep_said(key, (columns, dtype, call.low_precision, *active.mask))
+        return said
+
+    def _keep_said(self, key: Hashable, words: Sequence[int]) -> Said:
+        if len(self._kept_said) >= _MAX_KEPT:
+            self._kept_said.clear()
+        said = self._kept_said[key] = Said(words)
         return said
 
     def _route(self, call: DispatchCall, active: Active) -> Tensor:
