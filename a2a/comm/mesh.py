@@ -1,7 +1,7 @@
 """comm/mesh: the local mesh (unix sockets: handle passing, doorbells, who has died).
 
 Owns one stream between every two ranks of an object: how they find each other, the frames on it, descriptors, recorded
-errors, departures. A doorbell is a frame: the kernel's socket lock orders every store before the send ahead of every
+errors, departures. A signal is a frame: the kernel's socket lock orders every store before the send ahead of every
 load after the receive, on any architecture. Refuses to know what a phase means.
 """
 
