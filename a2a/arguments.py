@@ -6,9 +6,8 @@ either gives back what the round needs or raises, with the facts, before anythin
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from a2a.errors import ConfigError, ShapeError
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 from a2a.transport import Quantize
 
+_PLAIN: Final = (bool, int, float, str, torch.dtype, ScaleLayout)
+
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
 
@@ -25,12 +26,7 @@ _E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
 _NEUTRAL_E8M0: Final = 127
 
 
-_MAX_KEPT: Final = 64
-"""Of what was found for arguments, how much is kept for others that look the same."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What a `dispatch_tokens` sends, by payload: hidden states, scales where the format has them, ids, weights.
 
     Attributes:
@@ -66,7 +62,6 @@ class Arguments:
         self.rank = rank
         self._combine_bytes_per_token = config.combine_bytes_per_token
         self.unit_scale = torch.ones((), dtype=torch.float32, device=device)
-        self._tokens: dict[Hashable, Tokens] = {}
 
     def topk_ids(self, ids: Tensor) -> Tensor:
         """int32 or int64 `[n, k]`, `k` up to the object's top_k."""
@@ -186,40 +181,7 @@ class Arguments:
         global_scale: Tensor | None,
         scale_layout: ScaleLayout,
     ) -> Tokens:
-        """The tensors of `dispatch_tokens`. What is found is kept: it depends on nothing but how they look."""
-        key = (
-            look(hidden_states),
-            look(topk_ids),
-            look(topk_weights),
-            look(scale),
-            look(global_scale),
-            scale_layout if isinstance(scale_layout, ScaleLayout) else None,
-        )
-        found = self._tokens.get(key)
-        if found is None:
-            found = self._check_tokens(hidden_states, topk_ids, topk_weights, scale, global_scale, scale_layout)
-            if len(self._tokens) >= _MAX_KEPT:
-                self._tokens.clear()
-            self._tokens[key] = found
-        return found
-
-    def quantize(self, tokens: Tokens, global_scale: Tensor | None) -> Quantize | None:
-        """How hidden states become wire rows: None if they are that already."""
-        if not tokens.to_quantize:
-            return None
-        if global_scale is None and tokens.wire.needs_global_scale:
-            global_scale = self.unit_scale
-        return Quantize(tokens.wire, self.config.mx_alignment, global_scale)
-
-    def _check_tokens(
-        self,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        scale: Tensor | None,
-        global_scale: Tensor | None,
-        scale_layout: ScaleLayout,
-    ) -> Tokens:
+        """The tensors of `dispatch_tokens`. What is found depends on nothing but how they `look`."""
         n, k = self.topk_ids(topk_ids).shape
         wire, to_quantize = self._wire(hidden_states, scale, global_scale, scale_layout)
         self.check_matrix("topk_weights", topk_weights, (n, k), torch.float32)
@@ -243,6 +205,14 @@ class Arguments:
             shapes=tuple(shapes),
             fills=tuple(fill if scrubbed else None for fill in fills),
         )
+
+    def quantize(self, tokens: Tokens, global_scale: Tensor | None) -> Quantize | None:
+        """How hidden states become wire rows: None if they are that already."""
+        if not tokens.to_quantize:
+            return None
+        if global_scale is None and tokens.wire.needs_global_scale:
+            global_scale = self.unit_scale
+        return Quantize(tokens.wire, self.config.mx_alignment, global_scale)
 
     def _wire(
         self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
@@ -368,8 +338,8 @@ class Arguments:
                 rank=self.rank,
             )
 
-    def blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> Tensor:
-        """The combine payload as `[ep, R, H']`."""
+    def check_combine_payload(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> None:
+        """`[ep, R, H']` or `[ep*R, H']` of what can be summed, or travels with low precision."""
         ep, most = self.config.ep_size, runtime_max_tokens_per_rank
         allowed = (*SUM_DTYPES, torch.float8_e4m3fn) if low_precision else SUM_DTYPES
         fits = (
@@ -390,8 +360,11 @@ class Arguments:
                 + f" on {self.device}",
                 rank=self.rank,
             )
+
+    def in_blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int) -> Tensor:
+        """A checked combine payload as `[ep, R, H']`."""
+        ep, most, width = self.config.ep_size, runtime_max_tokens_per_rank, payload.shape[-1]
         # Rows of one element count as contiguous with any stride; a view of another element size does not accept that.
-        width = payload.shape[-1]
         strides = (most * width, width, 1)
         return payload if payload.stride() == strides else payload.as_strided((ep, most, width), strides)
 
@@ -402,7 +375,7 @@ class Arguments:
         output_scales: Tensor | None,
         output_scalar_scale: float | Tensor,
         sf_layout: ScaleLayout,
-        blocks: Tensor,
+        payload: Tensor,
         low_precision: bool,
     ) -> tuple[Quantize | None, int, torch.dtype]:
         """How the output is made, its columns and its dtype."""
@@ -415,8 +388,8 @@ class Arguments:
                 wanted="a number, or a tensor of one element",
                 rank=self.rank,
             )
-        width = blocks.shape[2]
-        dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
+        width = payload.shape[-1]
+        dtype = output_dtype or (torch.bfloat16 if low_precision else payload.dtype)
         packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
         scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
         if dtype in SUM_DTYPES:
@@ -470,18 +443,31 @@ class Arguments:
         scale: Tensor | None = None
         if wire.needs_global_scale:
             scale = (
-                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=blocks.device)
+                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=payload.device)
                 if scalar_given
                 else self.unit_scale
             )
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
 
 
-def look(value: object) -> Hashable:
-    """All that a check asks of a tensor, its contents apart; for anything else something that nothing is equal to."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device, value.is_contiguous()
-    return None if value is None else object()
+def look(*arguments: object) -> tuple[Hashable, ...]:
+    """All that a check asks of arguments, the contents of tensors apart.
+
+    Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
+    value its type and itself (1 is not True is not 1.0), anything else is like nothing else.
+    """
+    return tuple(
+        [
+            None
+            if each is None
+            else (each.shape, each.dtype, each.device, each.is_contiguous())
+            if isinstance(each, Tensor)
+            else (type(each), each)
+            if isinstance(each, _PLAIN)
+            else object()
+            for each in arguments
+        ]
+    )
 
 
 def describe(value: object) -> str:
