@@ -178,11 +178,12 @@ which each of them rang when it was done with the one before that, whose place t
 def control_regions(ep_size: int) -> list[tuple[str, int]]:
     """(name, bytes) of what a context's bells take in each workspace, on whatever they travel.
 
-    bell_sleeper: int32, nonzero while the rank sleeps. bell_tickets: int64 `[phase, parity, ep]`, which signal each
+    bell_gate: int32 of rank 0's, the word on which all ranks sleep. bell_sleeper: int32, nonzero while the rank sleeps
+    and nobody has begun to wake it. bell_tickets: int64 `[phase, parity, ep]`, which signal each
     rank rang last. bell_words: int64 `[phase, parity, ep, MAX_WORDS]`, what it said.
     """
     places = len(PHASES) * PARITIES * ep_size
-    return [("bell_sleeper", 4), ("bell_tickets", 8 * places), ("bell_words", 8 * MAX_WORDS * places)]
+    return [("bell_gate", 4), ("bell_sleeper", 4), ("bell_tickets", 8 * places), ("bell_words", 8 * MAX_WORDS * places)]
 
 
 def connect(workspace: Tensor, layout: WorkspaceLayout, mesh: Mesh, comm: Comm) -> Bells:

@@ -33,6 +33,7 @@ FUTEX_CALL: Final = _FUTEX_CALLS.get(platform.machine())
 # Of the kernel's interface. Without the flag for private words: these are shared between processes.
 _FUTEX_WAIT: Final = 0
 _FUTEX_WAKE: Final = 1
+_EVERYONE: Final = 2**31 - 1
 
 
 @intrinsic
@@ -115,33 +116,54 @@ def fence(typingctx: Any) -> Any:
 
 
 @intrinsic
-def sleep_while_set(typingctx: Any, flag: Any, timespec: Any) -> Any:
-    """Sleep in the kernel while the int32 at `flag` is 1: until `wake`, the time at `timespec` or a signal.
-
-    The kernel compares and falls asleep in one step: a flag taken before it looked lets nobody sleep.
-    """
+def advance_word(typingctx: Any, address: Any) -> Any:
+    """Add one to an int32: who sees it by `load_word` sees all that this thread stored before it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _system_call(builder, args[0], _FUTEX_WAIT, ir.Constant(_I64, 1), args[1])
+        pointer = builder.inttoptr(args[0], _I32.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(_I32, 1), "seq_cst")
 
-    return types.int64(types.int64, types.int64), generate
+    return types.int32(types.int64), generate
 
 
 @intrinsic
-def wake(typingctx: Any, flag: Any) -> Any:
-    """Wake the thread that sleeps on the int32 at `flag`, in whichever process it is."""
+def load_word(typingctx: Any, address: Any) -> Any:
+    """An int32: nothing that follows is done before it. Pairs with `advance_word`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _system_call(builder, args[0], _FUTEX_WAKE, ir.Constant(_I64, 1), ir.Constant(_I64, 0))
+        return builder.load_atomic(builder.inttoptr(args[0], _I32.as_pointer()), "acquire", 4)
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def sleep_while(typingctx: Any, word: Any, value: Any, timespec: Any) -> Any:
+    """Sleep in the kernel while the int32 at `word` is `value`: until `wake_all`, the time at `timespec` or a signal.
+
+    The kernel compares and falls asleep in one step: a word that has changed before it looked lets nobody sleep.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _system_call(builder, args[0], _FUTEX_WAIT, builder.zext(args[1], _I64), args[2])
+
+    return types.int64(types.int64, types.int32, types.int64), generate
+
+
+@intrinsic
+def wake_all(typingctx: Any, word: Any) -> Any:
+    """Wake all threads that sleep on the int32 at `word`, in whichever process they are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _system_call(builder, args[0], _FUTEX_WAKE, ir.Constant(_I64, _EVERYONE), ir.Constant(_I64, 0))
 
     return types.int64(types.int64), generate
 
 
-def _system_call(builder: Any, flag: Any, operation: int, value: Any, timespec: Any) -> Any:
+def _system_call(builder: Any, word: Any, operation: int, value: Any, timespec: Any) -> Any:
     # Found by name in the running process when the compiled code is loaded: an address would not survive on disk.
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     return builder.call(
         function,
-        [ir.Constant(_I64, FUTEX_CALL), flag, ir.Constant(_I64, operation), value, timespec],
+        [ir.Constant(_I64, FUTEX_CALL), word, ir.Constant(_I64, operation), value, timespec],
     )

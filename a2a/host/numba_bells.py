@@ -4,15 +4,20 @@ Owns the places of the bells and the order in which they are stored, looked at a
 said. Imported only where numba is installed.
 
 A bell is a ticket in the receiver's workspace, one place for each (phase, parity, source rank), beside what is said.
-Of the ranks that ring at a sleeper only the last one wakes it: three wake-ups a round, however many peers.
+Of the ranks that ring at a sleeper only the last one wakes it, and wakes all whose last it is by one call: a call for
+each would let the first one woken take the core before the others are. So a round has three wake-ups a rank, however
+many peers.
 
     ring   words, then store_release(ticket)     pairs with the waiter's load_acquire(ticket): rows and words are there
            fence                                 pairs with the waiter's: a waiter that missed this ticket, and so will
-           sleeping, and all tickets there?      sleep, is seen sleeping here; and of two that ring at once, one sees
-           then take the flag, wake              both tickets
+           who sleeps and has all tickets?       sleep, is seen sleeping here; and of two that ring at once, one sees
+           take their flags                      both tickets
+           advance the gate; wake                pairs with the waiter's load of the gate: one that missed the ticket
+                                                 has seen the gate as it was before, and does not sleep on it now
     wait   all tickets there?
+           look at the gate
            set the flag; fence; all there?       as above
-           sleep while the flag is set
+           sleep while the gate is as seen
 
 Who dies between ticket and wake leaves a sleeper behind; so do ranks that disagree on who takes part. Therefore nobody
 sleeps for longer than `GLANCE_S` without a look at the tickets and at the streams, which tell of errors and ends.
@@ -36,15 +41,17 @@ from torch import Tensor
 from a2a.comm.mesh import Mesh
 from a2a.host.bells import MAX_WORDS, PARITIES, PHASES, Active, Bells, Said, Signal, StreamBells
 from a2a.host.numba_atomics import (
+    advance_word,
     fence,
     load_acquire,
     load_flag,
+    load_word,
     pointer,
-    sleep_while_set,
+    sleep_while,
     store_flag,
     store_release,
     swap_flag,
-    wake,
+    wake_all,
 )
 from a2a.layout import WorkspaceLayout
 
@@ -70,6 +77,7 @@ def _ring(
     tickets_at: int,
     words_at: int,
     sleeper_at: int,
+    gate_at: int,
     stride: int,
     rank: int,
     peers_at: int,
@@ -78,7 +86,7 @@ def _ring(
     num_words: int,
     ticket: int,
 ) -> None:
-    """Ring at all peers; the first three addresses are those in rank 0's workspace."""
+    """Ring at all peers; the first four addresses are those in rank 0's workspace."""
     peers = carray(pointer(peers_at), num_peers, np.int64)
     said = carray(pointer(said_at), num_words, np.int64)
     for index in range(num_peers):
@@ -88,15 +96,15 @@ def _ring(
             words[word] = said[word]
         store_release(tickets_at + there + 8 * rank, ticket)
     fence()
+    anyone = False
     for index in range(num_peers):
         peer = peers[index]
         sleeper = sleeper_at + peer * stride
-        if (
-            load_flag(sleeper) != 0
-            and _all_rung(tickets_at + peer * stride, peers, peer, ticket)
-            and swap_flag(sleeper, 0) != 0
-        ):
-            wake(sleeper)
+        if load_flag(sleeper) != 0 and _all_rung(tickets_at + peer * stride, peers, peer, ticket):
+            anyone |= swap_flag(sleeper, 0) != 0
+    if anyone:
+        advance_word(gate_at)
+        wake_all(gate_at)
 
 
 @njit(cache=True, nogil=True)
@@ -104,6 +112,7 @@ def _wait(
     tickets_at: int,
     words_at: int,
     sleeper_at: int,
+    gate_at: int,
     peers_at: int,
     num_peers: int,
     said_at: int,
@@ -111,17 +120,20 @@ def _wait(
     ticket: int,
     timespec_at: int,
 ) -> int:
-    """Sleep once, for the time at `timespec_at` at most, unless all have rung; the addresses are this rank's own.
+    """Sleep once, for the time at `timespec_at` at most, unless all have rung.
+
+    The addresses are this rank's own, but for the gate.
 
     Returns:
         0 while a bell is missing, 1 if all said the same as this rank, 2 if not.
     """
     peers = carray(pointer(peers_at), num_peers, np.int64)
     if not _all_rung(tickets_at, peers, _NOBODY, ticket):
+        gate = load_word(gate_at)
         store_flag(sleeper_at, 1)
         fence()
         if not _all_rung(tickets_at, peers, _NOBODY, ticket):
-            sleep_while_set(sleeper_at, timespec_at)
+            sleep_while(gate_at, gate, timespec_at)
         store_flag(sleeper_at, 0)
         if not _all_rung(tickets_at, peers, _NOBODY, ticket):
             return 0
@@ -135,10 +147,13 @@ def _wait(
 
 
 class _Place(NamedTuple):
-    """Where the bells of one (context, phase, parity) lie: addresses in rank 0's workspace and in this rank's."""
+    """Where the bells of one (context, phase, parity) lie: addresses in rank 0's workspace and in this rank's.
 
-    there: tuple[int, int, int]
-    here: tuple[int, int, int]
+    Each of tickets, words and flag, and of the gate, which is rank 0's in both.
+    """
+
+    there: tuple[int, int, int, int]
+    here: tuple[int, int, int, int]
     tickets: NDArray[np.int64]
     words: NDArray[np.int64]
 
@@ -262,7 +277,7 @@ class SharedBells(Bells):
             return workspace[:, found.offset_bytes : found.end_bytes]
 
         ep = workspace.shape[0]
-        sleeper = region("bell_sleeper")
+        sleeper, gate = region("bell_sleeper"), region("bell_gate")
         shape = (ep, len(PHASES), PARITIES, ep)
         tickets = region("bell_tickets").view(torch.int64).view(shape)
         words = region("bell_words").view(torch.int64).view(*shape, MAX_WORDS)
@@ -273,6 +288,7 @@ class SharedBells(Bells):
                         tickets[rank, phase, parity].data_ptr(),
                         words[rank, phase, parity].data_ptr(),
                         sleeper[rank].data_ptr(),
+                        gate.data_ptr(),
                     )
                     for rank in (0, self._rank)
                 )

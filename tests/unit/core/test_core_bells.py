@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exchange_case import Case, draw, play
@@ -43,7 +44,7 @@ from a2a.host.bells import (
     words,
 )
 from a2a.host.memory import shared_workspaces
-from a2a.host.numba_atomics import sleep_while_set, store_flag
+from a2a.host.numba_atomics import advance_word, load_word, sleep_while
 from a2a.host.numba_bells import GLANCE_S, SharedBells
 from a2a.layout import WorkspaceLayout
 
@@ -264,28 +265,51 @@ def test_the_last_of_the_bells_takes_the_flag_and_no_other() -> None:
 
 
 @njit(nogil=True)
-def _sleep(flag_at: int, timespec_at: int) -> None:
-    sleep_while_set(flag_at, timespec_at)
+def _sleep(word_at: int, value: int, timespec_at: int) -> None:
+    sleep_while(word_at, np.int32(value), timespec_at)
 
 
 @njit(nogil=True)
-def _set(flag_at: int, value: int) -> None:
-    store_flag(flag_at, value)
+def _advance(word_at: int) -> int:
+    advance_word(word_at)
+    return load_word(word_at)
 
 
-def test_who_was_woken_before_it_slept_does_not_sleep() -> None:
-    """The bell that comes between the last look and the sleep: the flag is gone, and the kernel sees that."""
-    flag, long = ctypes.c_int32(1), (ctypes.c_int64 * 2)(30, 0)
-    _set(ctypes.addressof(flag), 0)
+@pytest.mark.parametrize("start", [0, 2**31 - 1, -1])
+def test_who_was_woken_before_it_slept_does_not_sleep(start: int) -> None:
+    """The bell that comes between the last look and the sleep: the word has changed, and the kernel sees that."""
+    word, long = ctypes.c_int32(start), (ctypes.c_int64 * 2)(30, 0)
+    assert ctypes.c_int32(_advance(ctypes.addressof(word))).value == ctypes.c_int32(start + 1).value
     with quick():
-        _sleep(ctypes.addressof(flag), ctypes.addressof(long))
-    assert flag.value == 0
-    # With the flag there it does sleep.
+        _sleep(ctypes.addressof(word), start, ctypes.addressof(long))
+    # With the word as it was it does sleep.
     short = (ctypes.c_int64 * 2)(0, 50_000_000)
-    _set(ctypes.addressof(flag), 1)
-    start = time.monotonic()
-    _sleep(ctypes.addressof(flag), ctypes.addressof(short))
-    assert time.monotonic() - start >= 0.04
+    began = time.monotonic()
+    _sleep(ctypes.addressof(word), word.value, ctypes.addressof(short))
+    assert time.monotonic() - began >= 0.04
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 2, -2])
+def test_the_gate_may_wrap(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sleeps too long to end by themselves."""
+    monkeypatch.setattr(numba_bells, "GLANCE_S", 20.0)
+
+    def body(rank: Rank) -> None:
+        gate = rank.region("bell_gate", 0).view(torch.int32)[0]
+        if rank.rank == 0:
+            gate.fill_(start)
+        rank.comm.barrier()
+        with quick():
+            for number in range(1, 6):
+                if rank.rank == number % 3:
+                    # Both others sleep.
+                    rank.until(lambda: sum(int(rank.sleeper(peer)) for peer in rank.everyone.peers) == 2)
+                rank.meet(Signal(ENTER, 0, number, 0))
+        rank.comm.barrier()
+        assert ctypes.c_int32(int(gate) - start).value == 5, "each round has one wake-up for all"
+        rank.comm.barrier()
+
+    on_bells(3, "shared", body)
 
 
 def test_a_sleeper_is_woken_by_the_last_bell(monkeypatch: pytest.MonkeyPatch) -> None:
