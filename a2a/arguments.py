@@ -7,17 +7,18 @@ either gives back what the round needs or raises, with the facts, before anythin
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from a2a.config import MAX_PAYLOADS, ExchangeConfig
 from a2a.errors import ConfigError, ShapeError
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 from a2a.transport import Quantize
 
-_PLAIN: Final = (bool, int, float, str, torch.dtype, ScaleLayout)
+_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype, ScaleLayout])
 
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
@@ -450,24 +451,24 @@ class Arguments:
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
 
 
-def look(*arguments: object) -> tuple[Hashable, ...]:
+def look(*arguments: Any) -> tuple[Hashable, ...]:
     """All that a check asks of arguments, the contents of tensors apart.
 
     Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
     value its type and itself (1 is not True is not 1.0), anything else is like nothing else.
     """
-    return tuple(
-        [
-            None
-            if each is None
-            else (each.shape, each.dtype, each.device, each.is_contiguous())
-            if isinstance(each, Tensor)
-            else (type(each), each)
-            if isinstance(each, _PLAIN)
-            else object()
-            for each in arguments
-        ]
-    )
+    seen: list[Hashable] = []
+    for each in arguments:
+        kind = type(each)
+        if each is None:
+            seen.append(None)
+        elif kind is Tensor or kind is Parameter:
+            seen.append((each.shape, each.dtype, each.device, each.is_contiguous()))
+        elif kind in _PLAIN:
+            seen.append((kind, each))
+        else:
+            seen.append(object())
+    return tuple(seen)
 
 
 def describe(value: object) -> str:
