@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import json
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -52,7 +51,7 @@ class Active:
         self.takes_part[list(ranks)] = 1
         self.peers = tuple(each for each in ranks if each != rank)
         bits = sum(1 << each for each in ranks)
-        self.mask = struct.unpack(f"{MASK_WORDS}q", bits.to_bytes(8 * MASK_WORDS, sys.byteorder))
+        self.mask = struct.unpack(f"<{MASK_WORDS}q", bits.to_bytes(8 * MASK_WORDS, "little"))
         self._table = torch.tensor(self.peers, dtype=torch.int64)
         self.peers_at = self._table.data_ptr()
 

@@ -24,7 +24,6 @@ from thread_ranks import ENOUGH_S, ThreadComm, in_threads
 import a2a
 from a2a.comm import Comm
 from a2a.comm.mesh import Mesh
-from a2a.comm.protocol import SingleComm
 from a2a.config import ExchangeConfig
 from a2a.errors import A2AError, ConfigError, MismatchError, PeerLost, PeerTimeout, ShapeError, StateError
 from a2a.host import numba_bells
@@ -532,57 +531,6 @@ def asleep(comm: Comm) -> tuple[float, float]:
 def test_waiting_in_a_round_sleeps(run_ranks: Ranks) -> None:
     for waited, spent in run_ranks(asleep, 4):
         assert waited >= 1 and spent < 0.4 * waited, f"{spent} s of processor time in {waited} s"
-
-
-def test_what_was_checked_once_is_checked_again_when_it_looks_otherwise() -> None:
-    """`dispatch_tokens` keeps what it found for arguments that look the same: nothing else may pass by that."""
-    n, k, hidden = 3, 2, 32
-    rows = torch.ones((n, hidden), dtype=torch.bfloat16)
-    ids, weights = torch.zeros((n, k), dtype=torch.int32), torch.ones((n, k))
-    good: dict[str, Any] = {
-        "hidden_states": rows,
-        "topk_ids": ids,
-        "topk_weights": weights,
-        "runtime_max_tokens_per_rank": 4,
-    }
-    bad: list[dict[str, Any]] = [
-        {"hidden_states": rows.t().contiguous().t()},
-        {"hidden_states": rows.float()},
-        {"hidden_states": rows[:2]},
-        {"hidden_states": rows.tolist()},
-        {"topk_ids": ids.float()},
-        {"topk_ids": ids[:, :1]},
-        {"topk_ids": ids.t().contiguous().t()},
-        {"topk_weights": weights.double()},
-        {"topk_weights": weights[:2]},
-        {"topk_weights": None},
-        {"scale": torch.ones((n, 1))},
-        {"scale": 1.0},
-        {"global_scale": torch.ones(())},
-        {"scale_layout": "LINEAR"},
-        {"scale_layout": None},
-        {"scale_layout": []},
-        {"runtime_max_tokens_per_rank": 4.0},
-        {"runtime_max_tokens_per_rank": True},
-        {"runtime_max_tokens_per_rank": 2},
-        {"runtime_max_tokens_per_rank": 9},
-        {"invalid_token_expert_id": 2**31},
-        {"invalid_token_expert_id": -1.0},
-        {"eplb_local_stats": torch.zeros(3, dtype=torch.int32)},
-    ]
-    built: dict[str, Any] = {"max_num_tokens": 8, "top_k": k, "num_experts": 4, "hidden_size": hidden}
-    with a2a.MoeAlltoAll(**built, wire_format="bf16", comm=SingleComm(), transport="host") as moe:
-        for change in ({}, *bad):
-            if change:
-                with pytest.raises((ShapeError, ConfigError)):
-                    moe.dispatch_tokens(**{**good, **change})
-                assert moe.state == "idle"
-            for number in range(2):
-                # Others of the same look, elsewhere: their rows arrive, not those of before.
-                fresh = {**good, "hidden_states": torch.full_like(rows, float(number + 1)), "topk_ids": ids.clone()}
-                received = moe.dispatch_tokens(**fresh)
-                assert (received.hidden_states[0, :n] == number + 1).all()
-                moe.combine(torch.zeros(1, 4, hidden, dtype=torch.bfloat16), 4)
 
 
 def retrying(comm: Comm) -> list[str]:
