@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from a2a.agreement import (
     placement_table,
     union,
 )
-from a2a.arguments import Arguments, describe
+from a2a.arguments import Arguments, Tokens, describe, look
 from a2a.comm import resolve
 from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
@@ -46,12 +46,16 @@ from a2a.transport import (
     transport_class,
 )
 
+_Kept = TypeVar("_Kept")
+
 DEFAULT_INVALID_ID: Final = -1
 
 _IDLE: Final = "idle"
 _DISPATCHED: Final = "dispatched"
 _CLOSED: Final = "closed"
-_MAX_CACHED_VIEWS: Final = 64
+_MAX_KEPT: Final = 64
+"""Of each kind of thing made for a round, how many are kept for rounds like it."""
+
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,14 +91,40 @@ class _Shared:
     closed: bool = False
 
 
-@dataclasses.dataclass(slots=True)
-class _Round:
+class _Round(NamedTuple):
     """What is known of a dispatch until its combine."""
 
     runtime_max_tokens_per_rank: int
     num_tokens: int
     num_picks: int
     has_eplb: bool
+
+
+class _Geometry(NamedTuple):
+    """What a dispatch sends, apart from the tensors: row bytes, offset and fill byte by payload, and the ids'."""
+
+    widths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    fills: tuple[int | None, ...]
+    ids_payload: int | None
+    invalid_id: int
+    round: _Round
+
+
+class _TokenPlan(NamedTuple):
+    """What was found and made for a `dispatch_tokens`; holds for every one whose arguments look the same."""
+
+    tokens: Tokens
+    geometry: _Geometry
+    received: Dispatched
+
+
+class _CombinePlan(NamedTuple):
+    """What was found for a combine; holds for every one whose arguments look the same after an equal dispatch."""
+
+    quantize: Quantize | None
+    out_width: int
+    out_dtype: torch.dtype
 
 
 class RoundContext:
@@ -111,7 +141,9 @@ class RoundContext:
         self._attempt = 0
         self._warm = False
         self._round: _Round | None = None
-        self._views: dict[object, Tensor] = {}
+        self._views: dict[Hashable, Tensor] = {}
+        self._token_plans: dict[Hashable, _TokenPlan] = {}
+        self._combine_plans: dict[Hashable, _CombinePlan] = {}
 
     # ---- verbs -----------------------------------------------------------------------------------------------------
 
@@ -166,28 +198,26 @@ class RoundContext:
             if ids_payload is None:
                 ids_payload = next((i for i, each in enumerate(input_payloads) if each is token_selected_experts), None)
             shared.arguments.check_ids_payload(ids_payload, rows, topk_ids)
-            fills = [shared.arguments.fill_byte(each.dtype) for each in rows]
-            widths = [_row_bytes(each) for each in rows]
-            call = self._dispatch_call(
+            geometry = self._geometry(
                 topk_ids,
-                list(rows),
-                widths,
-                fills,
+                tuple(each.shape[1] * each.dtype.itemsize for each in rows),
+                tuple(shared.arguments.fill_byte(each.dtype) for each in rows),
                 runtime_max_tokens_per_rank,
                 ids_payload,
                 invalid_token_expert_id,
-                None,
                 eplb_local_stats,
-                (stream, num_sms, enable_pdl),
             )
+            launch = (stream, num_sms, enable_pdl)
+            call = self._dispatch_call(geometry, topk_ids, rows, None, eplb_local_stats, launch)
         except A2AError as error:
             self._decline("dispatch", error)
             raise
         shared.transport.dispatch(call)
-        self._dispatched(call)
+        self._state = _DISPATCHED
+        self._round = geometry.round
         return [
-            self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, tuple(each.shape[1:]), each.dtype)
-            for payload, each in zip(call.payloads, rows, strict=True)
+            self._view(offset, runtime_max_tokens_per_rank, tuple(each.shape[1:]), each.dtype)
+            for offset, each in zip(geometry.offsets, rows, strict=True)
         ]
 
     def dispatch_tokens(
@@ -231,41 +261,37 @@ class RoundContext:
         shared = self._shared
         try:
             self._set_mask(active_rank_mask)
-            ids = shared.arguments.topk_ids(topk_ids)
-            wire, quantize = shared.arguments.wire(hidden_states, scale, global_scale, scale_layout)
-            sent_ids = ids if ids.dtype == torch.int32 else _narrow_ids(ids)
-            shared.arguments.check_weights(topk_weights, ids)
-            n = ids.shape[0]
-            hidden = shared.arguments.hidden_size(wire, hidden_states, n, quantize is not None)
-            alignment = 0 if quantize is None else shared.config.mx_alignment
-            data_width, scales_width = wire.data_width(hidden, alignment), wire.scales_width(hidden, alignment)
-            rows: list[Tensor | None] = [hidden_states]
-            widths = [data_width * wire.data_dtype.itemsize]
-            shapes = [(data_width, wire.data_dtype)]
-            neutral: int | None = None
-            if wire.scales_dtype is not None:
-                if scale is not None:
-                    shared.arguments.check_matrix("scale", scale, (n, scales_width), wire.scales_dtype)
-                rows.append(scale)
-                widths.append(scales_width * wire.scales_dtype.itemsize)
-                shapes.append((scales_width, wire.scales_dtype))
-                neutral = wire.neutral_scale_byte
-            ids_payload = len(rows)
-            rows += [sent_ids, topk_weights]
-            widths += [_row_bytes(sent_ids), _row_bytes(topk_weights)]
-            shapes += [(ids.shape[1], torch.int32), (ids.shape[1], torch.float32)]
-            fills: list[int | None] = [0 if shared.config.scrub == "all" else None] * len(rows)
-            if shared.config.scrub == "all" and neutral is not None:
-                fills[1] = neutral
-            call = self._dispatch_call(
-                ids,
-                rows,
-                widths,
-                fills,
+            key = look(
+                hidden_states,
+                topk_ids,
+                topk_weights,
+                scale,
+                global_scale,
+                scale_layout,
                 runtime_max_tokens_per_rank,
-                ids_payload,
                 invalid_token_expert_id,
-                quantize,
+                eplb_local_stats,
+            )
+            plan = self._token_plans.get(key)
+            if plan is None:
+                tokens = shared.arguments.tokens(
+                    hidden_states, topk_ids, topk_weights, scale, global_scale, scale_layout
+                )
+                plan = self._plan_tokens(
+                    tokens, topk_ids, runtime_max_tokens_per_rank, invalid_token_expert_id, eplb_local_stats
+                )
+                _keep(self._token_plans, key, plan)
+            tokens = plan.tokens
+            sent_ids = topk_ids if topk_ids.dtype == torch.int32 else _narrow_ids(topk_ids)
+            if tokens.wire.scales_dtype is None:
+                rows: tuple[Tensor | None, ...] = (hidden_states, sent_ids, topk_weights)
+            else:
+                rows = (hidden_states, scale, sent_ids, topk_weights)
+            call = self._dispatch_call(
+                plan.geometry,
+                topk_ids,
+                rows,
+                shared.arguments.quantize(tokens, global_scale) if tokens.to_quantize else None,
                 eplb_local_stats,
                 (stream, num_sms, enable_pdl),
             )
@@ -273,15 +299,13 @@ class RoundContext:
             self._decline("dispatch", error)
             raise
         shared.transport.dispatch(call)
-        self._dispatched(call)
-        views = [
-            self._view(payload.offset_bytes, call.runtime_max_tokens_per_rank, (width,), dtype)
-            for payload, (width, dtype) in zip(call.payloads, shapes, strict=True)
-        ]
-        scales = views[1] if ids_payload == 2 else None
-        if scales is not None and scale_layout is not ScaleLayout.LINEAR:
-            scales = swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout)
-        return Dispatched(views[0], scales, views[ids_payload], views[ids_payload + 1], self.recv_counts)
+        self._state = _DISPATCHED
+        self._round = plan.geometry.round
+        received = plan.received
+        if received.scales is None or scale_layout is ScaleLayout.LINEAR:
+            return received
+        scales = received.scales
+        return dataclasses.replace(received, scales=swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout))
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -296,9 +320,13 @@ class RoundContext:
         """
         self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
         self._check_same_rows(runtime_max_tokens_per_rank)
-        self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
-        offset = self._shared.layout.region("combine", self._index).offset_bytes
-        return self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype)
+        key = ("combine payload", runtime_max_tokens_per_rank, hidden_size, dtype)
+        view = self._views.get(key)
+        if view is None:
+            self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+            offset = self._shared.layout.region("combine", self._index).offset_bytes
+            view = self._remember(key, self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
+        return view
 
     def combine(
         self,
@@ -355,30 +383,20 @@ class RoundContext:
         try:
             self._set_mask(active_rank_mask)
             self._check_same_rows(runtime_max_tokens_per_rank)
-            blocks = shared.arguments.blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
-            width, rows = blocks.shape[2], this.num_tokens
-            shared.arguments.check_combine_width(
-                combine_row_bytes(width, blocks.dtype, use_low_precision), width, blocks.dtype
-            )
+            # The contents of a scale become part of the plan, unlike those of other tensors.
+            scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
+            low_precision = bool(use_low_precision)
+            key = (this, look(payload, low_precision, output_dtype, output_scales, scalar, sf_layout, output))
+            plan = self._combine_plans.get(key)
+            if plan is None:
+                given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)
+                plan = self._plan_combine(payload, this, *given, low_precision)
+                _keep(self._combine_plans, key, plan)
+            blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
             if payload_in_workspace:
                 self._check_in_workspace(blocks)
-            quantize, out_width, out_dtype = shared.arguments.output(
-                output_dtype, output_scales, output_scalar_scale, sf_layout, blocks, use_low_precision
-            )
             if output is None:
-                output = torch.empty((rows, out_width), dtype=out_dtype, device=blocks.device)
-            else:
-                shared.arguments.check_matrix("output", output, (rows, out_width), out_dtype)
-            if quantize is not None and output_scales is not None:
-                scales_width = quantize.wire_format.scales_width(width, quantize.alignment)
-                numel = math.prod(sf_layout.shape(rows, scales_width))
-                if output_scales.numel() != numel or not output_scales.is_contiguous():
-                    raise ShapeError(
-                        what="output_scales",
-                        got=f"{tuple(output_scales.shape)}",
-                        wanted=f"a contiguous tensor of {numel} elements for {rows} rows of {scales_width} scales",
-                        rank=self.ep_rank,
-                    )
+                output = torch.empty((this.num_tokens, plan.out_width), dtype=plan.out_dtype, device=blocks.device)
             self._attempt += 1
             call = CombineCall(
                 context=self._index,
@@ -387,10 +405,10 @@ class RoundContext:
                 payload=blocks,
                 payload_in_workspace=payload_in_workspace,
                 runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
-                num_tokens=rows,
-                low_precision=use_low_precision,
+                num_tokens=this.num_tokens,
+                low_precision=low_precision,
                 output=output,
-                output_quantize=quantize,
+                output_quantize=plan.quantize,
                 output_scales=output_scales,
                 scale_layout=sf_layout,
                 timeout_s=self._budget(),
@@ -530,22 +548,19 @@ class RoundContext:
     def _budget(self) -> float:
         return self._shared.timeout_s if self._warm else self._shared.startup_timeout_s
 
-    def _dispatch_call(
+    def _geometry(
         self,
         topk_ids: Tensor,
-        rows: Sequence[Tensor | None],
-        widths: Sequence[int],
-        fills: Sequence[int | None],
+        widths: tuple[int, ...],
+        fills: tuple[int | None, ...],
         runtime_max_tokens_per_rank: int,
         ids_payload: int | None,
         invalid_id: int | None,
-        quantize: Quantize | None,
         eplb_local_stats: Tensor | None,
-        launch: tuple[Any, int | None, bool | None],
-    ) -> DispatchCall:
+    ) -> _Geometry:
         shared = self._shared
         config = shared.config
-        most, n = runtime_max_tokens_per_rank, topk_ids.shape[0]
+        most, (n, k) = runtime_max_tokens_per_rank, topk_ids.shape
         if not isinstance(most, int) or isinstance(most, bool) or not max(1, n) <= most <= config.max_num_tokens:
             raise ShapeError(
                 what="runtime_max_tokens_per_rank",
@@ -557,35 +572,91 @@ class RoundContext:
         invalid = DEFAULT_INVALID_ID if invalid_id is None else invalid_id
         if not isinstance(invalid, int) or not -(2**31) <= invalid < 2**31:
             raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
-        offsets = shared.layout.payload_offsets(widths, self._index)
-        payloads = tuple(map(Payload, rows, widths, offsets, fills))
-        stream, num_sms, enable_pdl = launch
+        return _Geometry(
+            widths,
+            shared.layout.payload_offsets(widths, self._index),
+            fills,
+            None if config.scrub is None else ids_payload,
+            invalid,
+            _Round(most, n, k, eplb_local_stats is not None),
+        )
+
+    def _plan_tokens(
+        self,
+        tokens: Tokens,
+        topk_ids: Tensor,
+        runtime_max_tokens_per_rank: int,
+        invalid_id: int | None,
+        eplb_local_stats: Tensor | None,
+    ) -> _TokenPlan:
+        most = runtime_max_tokens_per_rank
+        ids_payload = len(tokens.widths) - 2
+        geometry = self._geometry(
+            topk_ids, tokens.widths, tokens.fills, most, ids_payload, invalid_id, eplb_local_stats
+        )
+        hidden, *scales, ids, weights = (
+            self._view(offset, most, (columns,), dtype)
+            for offset, (columns, dtype) in zip(geometry.offsets, tokens.shapes, strict=True)
+        )
+        counts = self._table_view("recv_counts", (self.ep_size,))
+        return _TokenPlan(tokens, geometry, Dispatched(hidden, scales[0] if scales else None, ids, weights, counts))
+
+    def _dispatch_call(
+        self,
+        geometry: _Geometry,
+        topk_ids: Tensor,
+        rows: Sequence[Tensor | None],
+        quantize: Quantize | None,
+        eplb_local_stats: Tensor | None,
+        launch: tuple[Any, int | None, bool | None],
+    ) -> DispatchCall:
         self._round_number += 1
         self._attempt = 0
         return DispatchCall(
-            context=self._index,
-            round=self._round_number,
-            topk_ids=topk_ids,
-            payloads=payloads,
-            runtime_max_tokens_per_rank=most,
-            ids_payload=None if config.scrub is None else ids_payload,
-            invalid_id=invalid,
-            quantize=quantize,
-            eplb_local_stats=eplb_local_stats,
-            timeout_s=self._budget(),
-            stream=stream,
-            num_sms=num_sms,
-            enable_pdl=enable_pdl,
+            self._index,
+            self._round_number,
+            topk_ids,
+            tuple(map(Payload, rows, geometry.widths, geometry.offsets, geometry.fills)),
+            geometry.round.runtime_max_tokens_per_rank,
+            geometry.ids_payload,
+            geometry.invalid_id,
+            quantize,
+            eplb_local_stats,
+            self._budget(),
+            *launch,
         )
 
-    def _dispatched(self, call: DispatchCall) -> None:
-        self._state = _DISPATCHED
-        self._round = _Round(
-            call.runtime_max_tokens_per_rank,
-            call.topk_ids.shape[0],
-            call.topk_ids.shape[1],
-            call.eplb_local_stats is not None,
+    def _plan_combine(
+        self,
+        payload: Tensor,
+        this: _Round,
+        output_dtype: torch.dtype | None,
+        output_scales: Tensor | None,
+        output_scalar_scale: float | Tensor,
+        sf_layout: ScaleLayout,
+        output: Tensor | None,
+        low_precision: bool,
+    ) -> _CombinePlan:
+        arguments, rows = self._shared.arguments, this.num_tokens
+        arguments.check_combine_payload(payload, this.runtime_max_tokens_per_rank, low_precision)
+        width = payload.shape[-1]
+        arguments.check_combine_width(combine_row_bytes(width, payload.dtype, low_precision), width, payload.dtype)
+        quantize, out_width, out_dtype = arguments.output(
+            output_dtype, output_scales, output_scalar_scale, sf_layout, payload, low_precision
         )
+        if output is not None:
+            arguments.check_matrix("output", output, (rows, out_width), out_dtype)
+        if quantize is not None and output_scales is not None:
+            scales_width = quantize.wire_format.scales_width(width, quantize.alignment)
+            numel = math.prod(sf_layout.shape(rows, scales_width))
+            if output_scales.numel() != numel or not output_scales.is_contiguous():
+                raise ShapeError(
+                    what="output_scales",
+                    got=f"{tuple(output_scales.shape)}",
+                    wanted=f"a contiguous tensor of {numel} elements for {rows} rows of {scales_width} scales",
+                    rank=self.ep_rank,
+                )
+        return _CombinePlan(quantize, out_width, out_dtype)
 
     def _check_same_rows(self, runtime_max_tokens_per_rank: int) -> None:
         this = self._last_round("combine")
@@ -649,6 +720,9 @@ class RoundContext:
 
     def _table(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._last_round(name)
+        return self._table_view(name, shape)
+
+    def _table_view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         key = (name, shape)
         view = self._views.get(key)
         if view is None:
@@ -666,10 +740,12 @@ class RoundContext:
             view = self._remember(key, raw.view(dtype).view(ep, most, *row_shape))
         return view
 
-    def _remember(self, key: object, view: Tensor) -> Tensor:
-        if len(self._views) >= _MAX_CACHED_VIEWS:
-            self._views.clear()
-        self._views[key] = view
+    def _forget_views(self) -> None:
+        for kept in (self._views, self._token_plans, self._combine_plans):
+            kept.clear()
+
+    def _remember(self, key: Hashable, view: Tensor) -> Tensor:
+        _keep(self._views, key, view)
         return view
 
     def _start_over(self) -> None:
@@ -677,7 +753,7 @@ class RoundContext:
         self._round_number = 0
         self._attempt = 0
         self._round = None
-        self._views.clear()
+        self._forget_views()
 
 
 class MoeAlltoAll(RoundContext):
@@ -941,7 +1017,7 @@ class MoeAlltoAll(RoundContext):
             self._shared.closed = True
             self._shared.transport.close()
             for context in self.contexts:
-                context._views.clear()
+                context._forget_views()
             for release in self._at_close:
                 release()
             self._at_close.clear()
@@ -959,8 +1035,11 @@ class MoeAlltoAll(RoundContext):
             raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
 
 
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1] * rows.dtype.itemsize
+def _keep(kept: dict[Hashable, _Kept], key: Hashable, made: _Kept) -> None:
+    """Remember what was made for a round like this one; the last few of them."""
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
+    kept[key] = made
 
 
 def _narrow_ids(ids: Tensor) -> Tensor:

@@ -6,22 +6,43 @@ either gives back what the round needs or raises, with the facts, before anythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Hashable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from a2a.config import MAX_PAYLOADS, ExchangeConfig
 from a2a.errors import ConfigError, ShapeError
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 from a2a.transport import Quantize
 
+_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype, ScaleLayout])
+
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
 
 _E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
 _NEUTRAL_E8M0: Final = 127
+
+
+class Tokens(NamedTuple):
+    """What a `dispatch_tokens` sends, by payload: hidden states, scales where the format has them, ids, weights.
+
+    Attributes:
+        wire: the format.
+        to_quantize: whether hidden states become wire rows inside the exchange.
+        widths: bytes of a row on the wire.
+        shapes: columns and dtype of what is received.
+        fills: the byte that padded rows are made of; None where they are left alone.
+    """
+
+    wire: WireFormat
+    to_quantize: bool
+    widths: tuple[int, ...]
+    shapes: tuple[tuple[int, torch.dtype], ...]
+    fills: tuple[int | None, ...]
 
 
 class Arguments:
@@ -117,10 +138,6 @@ class Arguments:
                 rank=self.rank,
             )
 
-    def check_weights(self, weights: Tensor, ids: Tensor) -> None:
-        """float32 `[n, k]`."""
-        self.check_matrix("topk_weights", weights, (ids.shape[0], ids.shape[1]), torch.float32)
-
     def check_eplb(self, stats: Tensor | None) -> None:
         """int32 `[Es]`, only where the object was built for it."""
         wanted = self.config.eplb_stats_num_experts
@@ -156,10 +173,52 @@ class Arguments:
             return None
         return _NEUTRAL_E8M0 if _E8M0 is not None and dtype == _E8M0 else 0
 
-    def wire(
+    def tokens(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scale: Tensor | None,
+        global_scale: Tensor | None,
+        scale_layout: ScaleLayout,
+    ) -> Tokens:
+        """The tensors of `dispatch_tokens`. What is found depends on nothing but how they `look`."""
+        n, k = self.topk_ids(topk_ids).shape
+        wire, to_quantize = self._wire(hidden_states, scale, global_scale, scale_layout)
+        self.check_matrix("topk_weights", topk_weights, (n, k), torch.float32)
+        hidden = self._hidden_size(wire, hidden_states, n, to_quantize)
+        alignment = self.config.mx_alignment if to_quantize else 0
+        shapes = [(wire.data_width(hidden, alignment), wire.data_dtype)]
+        fills = [0]
+        if wire.scales_dtype is not None:
+            scales_width = wire.scales_width(hidden, alignment)
+            if scale is not None:
+                self.check_matrix("scale", scale, (n, scales_width), wire.scales_dtype)
+            shapes.append((scales_width, wire.scales_dtype))
+            fills.append(wire.neutral_scale_byte)
+        shapes += [(k, torch.int32), (k, torch.float32)]
+        fills += [0, 0]
+        scrubbed = self.config.scrub == "all"
+        return Tokens(
+            wire,
+            to_quantize,
+            widths=tuple(columns * dtype.itemsize for columns, dtype in shapes),
+            shapes=tuple(shapes),
+            fills=tuple(fill if scrubbed else None for fill in fills),
+        )
+
+    def quantize(self, tokens: Tokens, global_scale: Tensor | None) -> Quantize | None:
+        """How hidden states become wire rows: None if they are that already."""
+        if not tokens.to_quantize:
+            return None
+        if global_scale is None and tokens.wire.needs_global_scale:
+            global_scale = self.unit_scale
+        return Quantize(tokens.wire, self.config.mx_alignment, global_scale)
+
+    def _wire(
         self, hidden_states: Tensor, scale: Tensor | None, global_scale: Tensor | None, scale_layout: ScaleLayout
-    ) -> tuple[WireFormat, Quantize | None]:
-        """The object's wire format, and how hidden states become it: None if they are it already."""
+    ) -> tuple[WireFormat, bool]:
+        """The object's wire format, and whether hidden states have yet to be quantised to it."""
         config = self.config
         if config.wire_format is None:
             raise ConfigError(
@@ -217,7 +276,7 @@ class Arguments:
                     wanted=f"{wire.data_dtype}, the wire format",
                     rank=self.rank,
                 )
-            return wire, None
+            return wire, False
         if on_wire:
             if scale is None:
                 raise ConfigError(
@@ -226,7 +285,7 @@ class Arguments:
                     wanted=f"the scales of hidden states that are already {wire.name}",
                     rank=self.rank,
                 )
-            return wire, None
+            return wire, False
         if hidden_states.dtype not in SUM_DTYPES:
             raise ShapeError(
                 what="hidden_states",
@@ -241,12 +300,9 @@ class Arguments:
                 wanted=f"None for {hidden_states.dtype} hidden states, which the exchange quantises itself",
                 rank=self.rank,
             )
-        if global_scale is None and wire.needs_global_scale:
-            global_scale = self.unit_scale
-        return wire, Quantize(wire, config.mx_alignment, global_scale)
+        return wire, True
 
-
-    def hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_quantize: bool) -> int:
+    def _hidden_size(self, wire: WireFormat, hidden_states: Tensor, num_tokens: int, to_quantize: bool) -> int:
         """Elements of a hidden-state row before packing, at most those the workspace was built for."""
         self.check_matrix("hidden_states", hidden_states, (num_tokens, None), hidden_states.dtype)
         config = self.config
@@ -283,8 +339,8 @@ class Arguments:
                 rank=self.rank,
             )
 
-    def blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> Tensor:
-        """The combine payload as `[ep, R, H']`."""
+    def check_combine_payload(self, payload: Tensor, runtime_max_tokens_per_rank: int, low_precision: bool) -> None:
+        """`[ep, R, H']` or `[ep*R, H']` of what can be summed, or travels with low precision."""
         ep, most = self.config.ep_size, runtime_max_tokens_per_rank
         allowed = (*SUM_DTYPES, torch.float8_e4m3fn) if low_precision else SUM_DTYPES
         fits = (
@@ -305,9 +361,13 @@ class Arguments:
                 + f" on {self.device}",
                 rank=self.rank,
             )
+
+    def in_blocks(self, payload: Tensor, runtime_max_tokens_per_rank: int) -> Tensor:
+        """A checked combine payload as `[ep, R, H']`."""
+        ep, most, width = self.config.ep_size, runtime_max_tokens_per_rank, payload.shape[-1]
         # Rows of one element count as contiguous with any stride; a view of another element size does not accept that.
-        width = payload.shape[-1]
-        return payload.as_strided((ep, most, width), (most * width, width, 1))
+        strides = (most * width, width, 1)
+        return payload if payload.stride() == strides else payload.as_strided((ep, most, width), strides)
 
 
     def output(
@@ -316,7 +376,7 @@ class Arguments:
         output_scales: Tensor | None,
         output_scalar_scale: float | Tensor,
         sf_layout: ScaleLayout,
-        blocks: Tensor,
+        payload: Tensor,
         low_precision: bool,
     ) -> tuple[Quantize | None, int, torch.dtype]:
         """How the output is made, its columns and its dtype."""
@@ -329,8 +389,8 @@ class Arguments:
                 wanted="a number, or a tensor of one element",
                 rank=self.rank,
             )
-        width = blocks.shape[2]
-        dtype = output_dtype or (torch.bfloat16 if low_precision else blocks.dtype)
+        width = payload.shape[-1]
+        dtype = output_dtype or (torch.bfloat16 if low_precision else payload.dtype)
         packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
         scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
         if dtype in SUM_DTYPES:
@@ -384,11 +444,31 @@ class Arguments:
         scale: Tensor | None = None
         if wire.needs_global_scale:
             scale = (
-                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=blocks.device)
+                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=payload.device)
                 if scalar_given
                 else self.unit_scale
             )
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
+
+
+def look(*arguments: Any) -> tuple[Hashable, ...]:
+    """All that a check asks of arguments, the contents of tensors apart.
+
+    Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
+    value its type and itself (1 is not True is not 1.0), anything else is like nothing else.
+    """
+    seen: list[Hashable] = []
+    for each in arguments:
+        kind = type(each)
+        if each is None:
+            seen.append(None)
+        elif kind is Tensor or kind is Parameter:
+            seen.append((each.shape, each.dtype, each.device, each.is_contiguous()))
+        elif kind in _PLAIN:
+            seen.append((kind, each))
+        else:
+            seen.append(object())
+    return tuple(seen)
 
 
 def describe(value: object) -> str:

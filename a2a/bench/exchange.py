@@ -41,6 +41,8 @@ class Exchange(Implementation):
 
     def __init__(self, case: Case, comm: Comm) -> None:
         self._case = case
+        # As a layer has them at hand: what a case has to look up is no part of a round.
+        self._most, self._ids, self._weights = case.max_tokens, case.topk_ids, case.topk_weights
         self._moe = build(case, comm, "bench")
         self._rows = torch.zeros(0)
         self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
@@ -72,13 +74,12 @@ class Exchange(Implementation):
         self._rows = rows
 
     def dispatch(self) -> None:
-        case = self._case
         self._dispatched = self._moe.dispatch_tokens(
             self._rows,
-            case.topk_ids,
-            case.topk_weights,
-            runtime_max_tokens_per_rank=case.max_tokens,
-            num_sms=case.num_sms,
+            self._ids,
+            self._weights,
+            runtime_max_tokens_per_rank=self._most,
+            num_sms=self._case.num_sms,
         )
 
     def received(self) -> Received:
@@ -100,7 +101,7 @@ class Exchange(Implementation):
         self._dispatched = None
         return self._moe.combine(
             self._target(),
-            case.max_tokens,
+            self._most,
             payload_in_workspace=case.payload_in_workspace,
             output=self._output,
             num_sms=case.num_sms,
@@ -113,7 +114,7 @@ class Exchange(Implementation):
         if self._payload is not None:
             return self._payload
         case = self._case
-        return self._moe.get_combine_payload_tensor_in_workspace(case.max_tokens, case.hidden_size, case.row_dtype)
+        return self._moe.get_combine_payload_tensor_in_workspace(self._most, case.hidden_size, self._output.dtype)
 
     def _got(self) -> Dispatched:
         if self._dispatched is None:

@@ -6,7 +6,6 @@ how it is shown (report).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from a2a import reference
+from a2a.bench.barrier import meeting
 from a2a.bench.byte_count import ByteCount, count_bytes, destinations, pair_counts
 from a2a.bench.device_timing import time_eager_rounds, time_replays
 from a2a.bench.exchange import Exchange
@@ -38,7 +38,6 @@ from a2a.bench.peers.memcpy import Memcpy
 from a2a.bench.timing import PHASES, Figures, Stamps, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
-from a2a.comm.mesh import Mesh
 from a2a.config import ExchangeConfig, ModelPreset
 from a2a.env import Env
 from a2a.transport import choose
@@ -140,18 +139,12 @@ def run(sweep: Sweep, comm: Comm, on_round: Callable[[], None]) -> list[Row]:
         on_round: called after every counted round of this rank.
     """
     device = _device(sweep, comm)
-    timeout_s = Env.read().startup_timeout_s
-    numbers = itertools.count()
-    # Ranks that wait here sleep and are woken by the last one. A barrier that polls lets some ranks go late, by more
-    # than a small round takes, and every implementation's round would begin with that.
-    with contextlib.closing(Mesh(comm, ("barrier",), timeout_s=timeout_s)) as mesh:
+    with meeting(comm, Env.read().startup_timeout_s) as meet:
 
         def barrier() -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            number = next(numbers)
-            mesh.signal("barrier", 0, number, timeout_s=timeout_s)
-            mesh.wait("barrier", 0, number, timeout_s=timeout_s)
+            meet()
 
         rows: list[Row] = []
         for case in sweep.cases(comm.Get_rank(), comm.Get_size(), device):

@@ -1,7 +1,7 @@
 """comm/mesh: the local mesh (unix sockets: handle passing, doorbells, who has died).
 
 Owns one stream between every two ranks of an object: how they find each other, the frames on it, descriptors, recorded
-errors, departures. A doorbell is a frame: the kernel's socket lock orders every store before the send ahead of every
+errors, departures. A signal is a frame: the kernel's socket lock orders every store before the send ahead of every
 load after the receive, on any architecture. Refuses to know what a phase means.
 """
 
@@ -62,6 +62,7 @@ class Mesh:
         error: the error that this rank or a peer recorded since the last reset, or None.
         departed: peers that said goodbye.
         lost: peers whose connection closed, departed ones among them.
+        epoch: number of resets so far, equal on all ranks between two resets.
 
     Raises:
         PeerTimeout: a rank did not connect in time.
@@ -78,7 +79,7 @@ class Mesh:
         self.lost: set[int] = set()
         self._numbers = {name: _FIRST_PHASE + index for index, name in enumerate(self.phases)}
         self._names = {_RESET: "reset", _DESCRIPTORS: "startup"} | {n: name for name, n in self._numbers.items()}
-        self._epoch = 0
+        self.epoch = 0
         self._lock = threading.RLock()
         self._inbox: dict[tuple[int, int, int, int, int], dict[int, bytes]] = {}
         self._newest_reset: dict[int, int] = {}
@@ -122,7 +123,7 @@ class Mesh:
             peers: who hears it; None for all.
             timeout_s: budget for a peer that does not empty its queue.
         """
-        key = (self._numbers[phase], context, attempt, self._epoch, round)
+        key = (self._numbers[phase], context, attempt, self.epoch, round)
         if isinstance(bodies, bytes):
             frame = _HEADER.pack(len(bodies), *key) + bodies
             for peer in self.peers if peers is None else peers:
@@ -152,11 +153,16 @@ class Mesh:
             A2AError: the error that another rank has recorded.
             StateError: a peer has called reset().
         """
-        return self._wait((self._numbers[phase], context, attempt, self._epoch, round), peers, timeout_s)
+        return self._wait((self._numbers[phase], context, attempt, self.epoch, round), peers, timeout_s)
 
     def arrived(self, phase: str, context: int, round: int, *, attempt: int = 0) -> Mapping[int, bytes]:
         """Bodies of the signal that have been taken in so far, by peer. Waits for nothing and consumes nothing."""
-        return self._inbox.get((self._numbers[phase], context, attempt, self._epoch, round), {})
+        return self._inbox.get((self._numbers[phase], context, attempt, self.epoch, round), {})
+
+    def forget(self, phase: str, context: int, round: int) -> None:
+        """Drop signals of earlier rounds of the phase and context that nobody waits for any more."""
+        with self._lock:
+            self._forget_older((self._numbers[phase], context, 0, self.epoch, round))
 
     def exchange_descriptors(self, descriptors: Sequence[int], *, timeout_s: float) -> dict[int, list[int]]:
         """Collective: give every peer copies of `descriptors` (at most 16), get theirs; the caller closes them.
@@ -168,12 +174,12 @@ class Mesh:
         if self.peers and self.family != "unix":
             reason = "descriptors travel over unix sockets alone, between ranks of one network namespace"
             raise Unsupported(transport=f"mesh over {self.family}", reasons=(reason,), rank=self.rank)
-        frame = _HEADER.pack(0, _DESCRIPTORS, 0, 0, self._epoch, 0)
+        frame = _HEADER.pack(0, _DESCRIPTORS, 0, 0, self.epoch, 0)
         for peer in self.peers:
             # A closed peer is found by the wait below, with the phase it was needed for.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._sockets[peer], [frame], list(descriptors))
-        self._wait((_DESCRIPTORS, 0, 0, self._epoch, 0), None, timeout_s)
+        self._wait((_DESCRIPTORS, 0, 0, self.epoch, 0), None, timeout_s)
         with self._lock:
             received, self._descriptors = self._descriptors, {rank: [] for rank in self.peers}
         return received
@@ -188,7 +194,7 @@ class Mesh:
                 return self.error
             self.error = error
             body = json.dumps(error.to_facts()).encode()
-            key = (_ERROR, 0, 0, self._epoch, 0)
+            key = (_ERROR, 0, 0, self.epoch, 0)
             for peer in self.peers:
                 self._send(peer, _HEADER.pack(len(body), *key) + body, key, timeout_s=1.0)
         return error
@@ -198,6 +204,22 @@ class Mesh:
         self.pump(0)
         if self.error is not None:
             raise self.error
+
+    def expect(self, missing: Sequence[int], phase: str, round: int, remaining_s: float, timeout_s: float) -> None:
+        """Raise what ends a wait for signals that travel elsewhere, if anything does; to be called after `pump`.
+
+        Args:
+            missing: peers whose signal has not come, looked up after the `pump` that may have found them lost.
+            phase, round: of the signal, for the story.
+            remaining_s: what is left of the wait's budget.
+            timeout_s: the budget.
+
+        Raises:
+            As `wait`.
+        """
+        if self.error is not None:
+            raise self.error
+        self._expect(missing, phase, round, remaining_s, timeout_s)
 
     def pump(self, timeout_s: float) -> None:
         """Take in what has arrived, sleeping up to `timeout_s` for something to arrive."""
@@ -212,10 +234,10 @@ class Mesh:
             absent: peers that do not take part if they are gone, or go meanwhile.
         """
         with self._lock:
-            self._epoch += 1
-            self.error = self._later_errors.pop(self._epoch, None)
-            self._inbox = {key: got for key, got in self._inbox.items() if key[3] >= self._epoch}
-        key = (_RESET, 0, 0, self._epoch, 0)
+            self.epoch += 1
+            self.error = self._later_errors.pop(self.epoch, None)
+            self._inbox = {key: got for key, got in self._inbox.items() if key[3] >= self.epoch}
+        key = (_RESET, 0, 0, self.epoch, 0)
         for peer in self.peers:
             self._send(peer, _HEADER.pack(0, *key), key, timeout_s)
         self._wait(key, None, timeout_s, excused=frozenset(absent))
@@ -225,7 +247,7 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
-        key = (_GOODBYE, 0, 0, self._epoch, 0)
+        key = (_GOODBYE, 0, 0, self.epoch, 0)
         for peer in self.peers:
             self._send(peer, _HEADER.pack(0, *key), key, timeout_s=0.0)
         self._release()
@@ -272,23 +294,7 @@ class Mesh:
                     self._forget_older(key)
                 return got
             remaining = deadline - time.monotonic()
-            for peer in missing:
-                if peer in self.lost:
-                    # What arrived before the connection closed has been read: _read empties a stream before it ends.
-                    lost = PeerLost(rank=self.rank, peer=peer, phase=self._names[key[0]], round=key[4])
-                    raise self.record(lost)
-                if self._newest_reset.get(peer, 0) > self._epoch:
-                    raise StateError(
-                        rank=self.rank,
-                        call=self._names[key[0]],
-                        state=f"reset by rank {peer}",
-                        change="call reset() on every rank",
-                    )
-            if remaining <= 0:
-                late = PeerTimeout(
-                    rank=self.rank, peer=missing[0], phase=self._names[key[0]], round=key[4], waited_s=timeout_s
-                )
-                raise self.record(late)
+            self._expect(missing, self._names[key[0]], key[4], remaining, timeout_s)
             try:
                 events = self._polls[missing[-1]].poll(1000 * min(remaining, _GLANCE_S))
             except RuntimeError:
@@ -297,6 +303,22 @@ class Mesh:
                 events = self._epoll.poll(min(remaining, _SHARED_GLANCE_S))
             for fd, _ in events or self._epoll.poll(0):
                 self._read(self._ranks_by_fd[fd])
+
+    def _expect(self, missing: Sequence[int], phase: str, round: int, remaining_s: float, timeout_s: float) -> None:
+        for peer in missing:
+            if peer in self.lost:
+                # What arrived before the connection closed has been read: _read empties a stream before it ends.
+                raise self.record(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
+            if self._newest_reset.get(peer, 0) > self.epoch:
+                raise StateError(
+                    rank=self.rank,
+                    call=phase,
+                    state=f"reset by rank {peer}",
+                    change="call reset() on every rank",
+                )
+        if remaining_s <= 0:
+            late = PeerTimeout(rank=self.rank, peer=missing[0], phase=phase, round=round, waited_s=timeout_s)
+            raise self.record(late)
 
     def _missing(self, key: tuple[int, int, int, int, int], wanted: Sequence[int]) -> Sequence[int]:
         got = self._inbox.get(key)
@@ -381,11 +403,11 @@ class Mesh:
             at = end
             if phase == _GOODBYE:
                 self.departed.add(peer)
-            elif epoch < self._epoch:
+            elif epoch < self.epoch:
                 continue
             elif phase == _ERROR:
                 told = from_facts(json.loads(body), reporter=peer)
-                if epoch > self._epoch:
+                if epoch > self.epoch:
                     # Of a reset that has failed elsewhere: this rank's own will have failed too.
                     self._later_errors.setdefault(epoch, told)
                 elif self.error is None:

@@ -25,7 +25,8 @@ class Loops(abc.ABC):
         targets: Tensor,
         indices: Tensor,
         counts: Tensor,
-    ) -> Tensor:
+        slots: Tensor,
+    ) -> None:
         """Find every pick's rank and slot.
 
         Args:
@@ -36,9 +37,18 @@ class Loops(abc.ABC):
             targets: int32, contiguous; its first `n * k` become `[n, k]`: the rank at the first pick there, else -1.
             indices: int32, likewise: its slot, else -1.
             counts: int32 `[ep]`, written: rows sent to each rank.
+            slots: int32 `[n, ep]`, contiguous, written: the row that a token takes in this rank's block at each rank,
+                -1 where it has none.
+        """
 
-        Returns:
-            int32 `[n, ep]`, the row that a token takes in this rank's block at each rank, -1 where it has none.
+    @abc.abstractmethod
+    def write_counts(self, counts: Tensor, active: Tensor, there: Tensor) -> None:
+        """Tell every rank that takes part how many rows it gets.
+
+        Args:
+            counts: as `route` writes them.
+            active: uint8 `[ep]`, nonzero for ranks that take part.
+            there: int32 `[ep]` of any stride, this rank's entry at each of them.
         """
 
     @abc.abstractmethod
@@ -50,7 +60,7 @@ class Loops(abc.ABC):
         Args:
             rows: `[n, *]` of any dtype, contiguous.
             row_bytes: bytes of a row.
-            slots: as `route` returns them.
+            slots: as `route` writes them.
             memory: uint8, all workspaces as one 1-D tensor.
             start: offset in `memory` of the block that this rank writes at rank 0, in bytes.
             stride: distance from there to its block at the next rank, in bytes.
@@ -75,7 +85,7 @@ class Loops(abc.ABC):
             words: all workspaces as one 1-D tensor of the rows' dtype: bf16, fp16 or fp32.
             start: offset in `words` of the block that rank 0 keeps for this rank, in elements.
             stride: distance from there to the block at the next rank, in elements.
-            slots: as `route` returns them.
+            slots: as `route` writes them.
             output: `[n, H']` bf16, fp16 or fp32, contiguous.
         """
 

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from a2a.host.loops import Loops
+from a2a.host.numba_atomics import fence, pointer
 
 _BF16: Final = 0
 _FP16: Final = 1
@@ -24,6 +25,9 @@ _KINDS: Final = {torch.bfloat16: _BF16, torch.float16: _FP16, torch.float32: _FP
 _BLOCK: Final = 8192
 """Columns summed at a time: their fp32 accumulators take 32 KiB of the first-level cache, and a row of the usual width
 is read in one go, as the hardware prefetches best."""
+
+_FEW: Final = 4
+"""Rows that are summed in one pass."""
 
 _LINE_BYTES: Final = 64
 _STREAMED_BYTES: Final = 8 << 20
@@ -73,16 +77,6 @@ def _half_of(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """The address as a pointer. Kernels get addresses, since an array made of every tensor slows small rounds."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
 def _copy_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """memcpy between two addresses; a loop over slices is not recognised as one, since they might overlap."""
 
@@ -98,7 +92,7 @@ def _copy_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 def _stream_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """Like `_copy_bytes`, past the caches: a line is written without being read first.
 
-    The target and `num_bytes` are multiples of 64. Such stores are ordered by `_fence` alone.
+    The target and `num_bytes` are multiples of 64. Such stores are ordered by `fence` alone.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -113,17 +107,6 @@ def _stream_bytes(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _fence(typingctx: Any) -> Any:
-    """Orders the stores of `_stream_bytes` before everything after it, such as a doorbell."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @njit(inline="always")
@@ -151,14 +134,14 @@ def _route(
     targets_at: int,
     indices_at: int,
 ) -> None:
-    narrow = carray(_pointer(ids_at), (num_tokens, top_k), np.int32)
-    wide = carray(_pointer(ids_at), (num_tokens, top_k), np.int64)
-    owners = carray(_pointer(owners_at), num_experts, np.int32)
-    active = carray(_pointer(active_at), ep, np.uint8)
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
-    counts = carray(_pointer(counts_at), ep, np.int32)
-    targets = carray(_pointer(targets_at), (num_tokens, top_k), np.int32)
-    indices = carray(_pointer(indices_at), (num_tokens, top_k), np.int32)
+    narrow = carray(pointer(ids_at), (num_tokens, top_k), np.int32)
+    wide = carray(pointer(ids_at), (num_tokens, top_k), np.int64)
+    owners = carray(pointer(owners_at), num_experts, np.int32)
+    active = carray(pointer(active_at), ep, np.uint8)
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
+    counts = carray(pointer(counts_at), ep, np.int32)
+    targets = carray(pointer(targets_at), (num_tokens, top_k), np.int32)
+    indices = carray(pointer(indices_at), (num_tokens, top_k), np.int32)
     slots[:] = -1
     counts[:] = 0
     for token in range(num_tokens):
@@ -181,10 +164,18 @@ def _route(
 
 
 @njit(cache=True, nogil=True)
-def _write_rows(
-    rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int
-) -> None:
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
+def _write_counts(counts_at: int, active_at: int, ep: int, there_at: int, stride: int) -> None:
+    counts = carray(pointer(counts_at), ep, np.int32)
+    active = carray(pointer(active_at), ep, np.uint8)
+    there = carray(pointer(there_at), (ep - 1) * stride + 1, np.int32)
+    for rank in range(ep):
+        if active[rank] != 0:
+            there[rank * stride] = counts[rank]
+
+
+@njit(cache=True, nogil=True)
+def _write_rows(rows_at: int, row_bytes: int, slots_at: int, num_tokens: int, ep: int, to: int, stride: int) -> None:
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
     # Token by token, so that a row is read from memory once and stored to every rank from the cache.
     if (to | stride | row_bytes) % _LINE_BYTES == 0 and (slots >= 0).sum() * row_bytes >= _STREAMED_BYTES:
         for token in range(num_tokens):
@@ -192,7 +183,7 @@ def _write_rows(
                 slot = slots[token, rank]
                 if slot >= 0:
                     _stream_bytes(to + rank * stride + slot * row_bytes, rows_at + token * row_bytes, row_bytes)
-        _fence()
+        fence()
         return
     for token in range(num_tokens):
         for rank in range(ep):
@@ -214,11 +205,11 @@ def _fill_padded(
     value: int,
 ) -> None:
     elements = ep * rows * columns
-    bytes_ = carray(_pointer(area_at), elements, np.uint8)
-    words = carray(_pointer(area_at), elements, np.int32)
-    doubles = carray(_pointer(area_at), elements, np.int64)
-    counts = carray(_pointer(counts_at), ep, np.int32)
-    valid = carray(_pointer(valid_at), ep * valid_stride, np.uint8)
+    bytes_ = carray(pointer(area_at), elements, np.uint8)
+    words = carray(pointer(area_at), elements, np.int32)
+    doubles = carray(pointer(area_at), elements, np.int64)
+    counts = carray(pointer(counts_at), ep, np.int32)
+    valid = carray(pointer(valid_at), ep * valid_stride, np.uint8)
     for block in range(ep):
         for row in range(rows):
             padded = row >= counts[block] if valid_at == 0 else valid[block * valid_stride + row] == 0
@@ -230,6 +221,38 @@ def _fill_padded(
                     words[first : first + columns] = value
                 else:
                     doubles[first : first + columns] = value
+
+
+@njit(inline="always")
+def _of_bf16(bits: Any) -> Any:
+    return _float_of(np.uint32(bits) << np.uint32(16))
+
+
+@njit(cache=True, nogil=True)
+def _sum_few(rows: Any, starts: Any, count: int, out: Any) -> None:
+    """Sum up to four bf16 rows of `rows`, starting at `starts[:count]`, into bf16: the usual case.
+
+    In one pass, without accumulators in memory: twice as fast as `_sum_rows` from the caches.
+    """
+    width, zero = out.shape[0], np.float32(0.0)
+    first = rows[starts[0] : starts[0] + width]
+    second = rows[starts[1] : starts[1] + width]
+    third = rows[starts[2] : starts[2] + width]
+    fourth = rows[starts[3] : starts[3] + width]
+    if count == 1:
+        for column in range(width):
+            out[column] = _bf16_of(zero + _of_bf16(first[column]))
+    elif count == 2:
+        for column in range(width):
+            out[column] = _bf16_of(zero + _of_bf16(first[column]) + _of_bf16(second[column]))
+    elif count == 3:
+        for column in range(width):
+            total = zero + _of_bf16(first[column]) + _of_bf16(second[column])
+            out[column] = _bf16_of(total + _of_bf16(third[column]))
+    else:
+        for column in range(width):
+            total = zero + _of_bf16(first[column]) + _of_bf16(second[column])
+            out[column] = _bf16_of(total + _of_bf16(third[column]) + _of_bf16(fourth[column]))
 
 
 @njit(cache=True, nogil=True)
@@ -256,25 +279,31 @@ def _sum_rows(
     """
     # Each array ends where the last block may end: nothing indexes beyond what `slots` names.
     words = start + ep * stride + num_tokens * width
-    halves = carray(_pointer(memory_at), words, np.uint16)
-    floats = carray(_pointer(memory_at), words, np.float32)
-    slots = carray(_pointer(slots_at), (num_tokens, ep), np.int32)
-    out_halves = carray(_pointer(out_at), num_tokens * width, np.uint16)
-    out_floats = carray(_pointer(out_at), num_tokens * width, np.float32)
+    halves = carray(pointer(memory_at), words, np.uint16)
+    floats = carray(pointer(memory_at), words, np.float32)
+    slots = carray(pointer(slots_at), (num_tokens, ep), np.int32)
+    out_halves = carray(pointer(out_at), num_tokens * width, np.uint16)
+    out_floats = carray(pointer(out_at), num_tokens * width, np.float32)
     total = np.empty(_BLOCK, np.float32)
+    starts = np.zeros(max(ep, _FEW), np.int64)
     for token in range(num_tokens):
+        count = 0
+        for rank in range(ep):
+            if slots[token, rank] >= 0:
+                starts[count] = start + rank * stride + slots[token, rank] * width
+                count += 1
+        if kind == _BF16 and out_kind == _BF16 and 0 < count <= _FEW:
+            _sum_few(halves, starts, count, out_halves[token * width : (token + 1) * width])
+            continue
         for first in range(0, width, _BLOCK):
             columns = min(_BLOCK, width - first)
             total[:columns] = np.float32(0.0)
-            for rank in range(ep):
-                slot = slots[token, rank]
-                if slot < 0:
-                    continue
-                at = start + rank * stride + slot * width + first
+            for row_start in starts[:count]:
+                at = row_start + first
                 if kind == _BF16:
                     row = halves[at : at + columns]
                     for column in range(columns):
-                        total[column] += _float_of(np.uint32(row[column]) << np.uint32(16))
+                        total[column] += _of_bf16(row[column])
                 elif kind == _FP16:
                     row = halves[at : at + columns]
                     for column in range(columns):
@@ -303,7 +332,9 @@ class NumbaLoops(Loops):
 
     def __init__(self) -> None:
         one, flags = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.uint8)
-        slots = self.route(one, one[0], flags, True, one.clone(), one.clone(), one[0].clone())
+        slots, counts = one.clone(), one[0].clone()
+        self.route(one, one[0], flags, True, one.clone(), one.clone(), counts, slots)
+        self.write_counts(counts, flags, one[0].clone())
         self.write_rows(one, 4, slots, torch.zeros(4, dtype=torch.uint8), 0, 0)
         self.fill_padded(one[None].clone(), one[0], None, 0)
         self.sum_rows(torch.zeros(4), 0, 0, slots, torch.zeros((1, 4)))
@@ -317,9 +348,9 @@ class NumbaLoops(Loops):
         targets: Tensor,
         indices: Tensor,
         counts: Tensor,
-    ) -> Tensor:
+        slots: Tensor,
+    ) -> None:
         (num_tokens, top_k), ep = ids.shape, active.shape[0]
-        slots = torch.empty((num_tokens, ep), dtype=torch.int32)
         _route(
             ids.data_ptr(),
             ids.dtype == torch.int64,
@@ -335,11 +366,11 @@ class NumbaLoops(Loops):
             targets.data_ptr(),
             indices.data_ptr(),
         )
-        return slots
 
-    def write_rows(
-        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
-    ) -> None:
+    def write_counts(self, counts: Tensor, active: Tensor, there: Tensor) -> None:
+        _write_counts(counts.data_ptr(), active.data_ptr(), counts.shape[0], there.data_ptr(), there.stride(0))
+
+    def write_rows(self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         to = memory.data_ptr() + start
         _write_rows(rows.data_ptr(), row_bytes, slots.data_ptr(), *slots.shape, to, stride)
 

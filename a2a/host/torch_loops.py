@@ -28,7 +28,8 @@ class TorchLoops(Loops):
         targets: Tensor,
         indices: Tensor,
         counts: Tensor,
-    ) -> Tensor:
+        slots: Tensor,
+    ) -> None:
         (n, k), ep = ids.shape, active.shape[0]
         picks = ids.long()
         known = (picks >= 0) & (picks < owners.shape[0])
@@ -38,7 +39,7 @@ class TorchLoops(Loops):
         ranks = torch.where(known, ranks, ep)
         hits = torch.zeros((n, ep + 1), dtype=torch.bool).scatter_(1, ranks, True)[:, :ep]
         places = hits.cumsum(0) - 1 if compact else torch.arange(n)[:, None]
-        slots = torch.where(hits, places, -1)
+        slots.copy_(torch.where(hits, places, -1))
         order = torch.arange(k).expand(n, k)
         first = torch.full((n, ep + 1), k).scatter_reduce_(1, ranks, order, "amin").gather(1, ranks) == order
         first &= known
@@ -46,7 +47,9 @@ class TorchLoops(Loops):
         targets.copy_(torch.where(first, ranks, -1))
         indices.copy_(torch.where(first, torch.nn.functional.pad(slots, (0, 1), value=-1).gather(1, ranks), -1))
         counts.copy_(hits.sum(0))
-        return slots.int()
+
+    def write_counts(self, counts: Tensor, active: Tensor, there: Tensor) -> None:
+        there[active != 0] = counts[active != 0]
 
     def write_rows(
         self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int

@@ -10,7 +10,7 @@ A round of one context:
     dispatch.done    this rank's rows, counts and statistics are in the receivers' workspaces.
     combine.ready    this rank's rows are in its own combine area; peers may read them until its next dispatch.enter.
 
-A doorbell is a message through a unix socket: what was stored before it was sent is seen after it was received.
+What was stored before a doorbell was rung is seen by who has heard it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -28,8 +28,21 @@ from torch import Tensor
 from a2a.comm import Comm
 from a2a.comm.consent import gather
 from a2a.comm.mesh import Mesh, host_identity
-from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
+from a2a.config import LOW_PRECISION_BLOCK, MAX_PAYLOADS, ExchangeConfig
 from a2a.errors import A2AError, MismatchError, from_facts
+from a2a.host.bells import (
+    DECLINED,
+    DONE,
+    ENTER,
+    PHASES,
+    READY,
+    Active,
+    Said,
+    Signal,
+    connect,
+    control_regions,
+    words,
+)
 from a2a.host.loops import fastest
 from a2a.host.memory import shared_workspaces
 from a2a.layout import WorkspaceLayout, combine_row_bytes
@@ -37,16 +50,15 @@ from a2a.placement import Placement
 from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
 from a2a.transport import CombineCall, DispatchCall, Transport
 
-_ENTER: Final = "dispatch.enter"
-_DONE: Final = "dispatch.done"
-_READY: Final = "combine.ready"
-_DECLINED: Final = b"!"
-"""First byte of a doorbell whose sender refused its own arguments; JSON never starts with it."""
+_PHASES: Final = {"dispatch": ENTER, "combine": READY}
+_PAYLOAD_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+"""Of a combine, as doorbells number them."""
 
-_PHASES: Final = {"dispatch": _ENTER, "combine": _READY}
 _SUMMED: Final = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_KEPT: Final = 64
-"""Doorbell texts and views that are kept for rounds like earlier ones."""
+"""Of each kind of thing made for a round, how many are kept for rounds like it."""
+
+_NOTHING: Final = Said(())
 
 _LOW_PRECISION_CHUNK: Final = 1 << 18
 """Elements dequantised at a time, so that they stay in the second-level cache."""
@@ -131,6 +143,10 @@ class HostTransport(Transport):
             return ["this rank is on another host or in another network namespace than rank 0"]
         return []
 
+    @classmethod
+    def control_regions(cls, config: ExchangeConfig) -> Sequence[tuple[str, int]]:
+        return control_regions(config.ep_size)
+
     def __init__(
         self, config: ExchangeConfig, layout: WorkspaceLayout, placement: Placement, comm: Comm, *, timeout_s: float
     ) -> None:
@@ -138,7 +154,7 @@ class HostTransport(Transport):
         self._layout = layout
         self._placement = placement
         self.rank = comm.Get_rank()
-        self._mesh = Mesh(comm, (_ENTER, _DONE, _READY), timeout_s=timeout_s)
+        self._mesh = Mesh(comm, PHASES, timeout_s=timeout_s)
         problem: A2AError | None = None
         try:
             self.workspace = shared_workspaces(layout.num_bytes, self._mesh, timeout_s=timeout_s)
@@ -151,97 +167,102 @@ class HostTransport(Transport):
         except A2AError:
             self._mesh.close()
             raise
-        self._everyone = tuple(range(config.ep_size))
+        self._everyone = Active(range(config.ep_size), self.rank, config.ep_size)
         self._stride = self.workspace.stride(0)
         self._memory = self.workspace.as_strided((config.ep_size * self._stride,), (1,))
-        self._all_active = torch.ones(config.ep_size, dtype=torch.uint8)
         self._slots: dict[int, Tensor] = {}
-        self._entries: dict[object, bytes] = {}
+        self._kept_said: dict[Hashable, Said] = {}
+        self._kept_active: dict[tuple[int, ...], Active] = {}
         self._areas: dict[object, Tensor] = {}
         self._words = {dtype: self._memory.view(dtype) for dtype in _SUMMED}
         self._loops = fastest()
         self._tables = [
             _Tables.of(self.workspace, layout, context, self.rank) for context in range(config.num_contexts)
         ]
-        self._set_active(self._everyone)
-        # Nobody writes before everybody's memory and mask are ready.
-        comm.barrier()
+        self._set_active(self._everyone.ranks)
+        # Collective, so that nobody writes before everybody's memory and mask are ready.
+        self._bells = connect(self.workspace, layout, self._mesh, comm)
 
     # ---- dispatch --------------------------------------------------------------------------------------------------
 
     def dispatch(self, call: DispatchCall) -> None:
-        mesh, context, round = self._mesh, call.context, call.round
+        context, round = call.context, call.round
         self._at("dispatch.enter", round)
-        active = self._active_ranks(context)
-        peers = [rank for rank in active if rank != self.rank]
-        entry = self._entry(call, active)
-        mesh.signal(_ENTER, context, round, entry, peers=peers, timeout_s=call.timeout_s)
-        # The peers' entries travel while this rank works out where its tokens go.
+        active = self._active(context)
+        said = self._dispatch_said(call, active)
+        enter = Signal(ENTER, context, round, 0)
+        self._bells.ring(enter, said, active, call.timeout_s)
+        # The peers ring meanwhile.
         slots = self._route(call, active)
         sources = _wire_rows(call)
-        heard = mesh.wait(_ENTER, context, round, peers=peers, timeout_s=call.timeout_s)
-        self._compare(_ENTER, entry, heard)
+        self._hear(enter, said, active, call.timeout_s)
         self._at("dispatch.write", round)
-        self._slots[context] = slots
         self._write_tables(call, slots, active)
         most = call.runtime_max_tokens_per_rank
         for payload, rows in zip(call.payloads, sources, strict=True):
             block = payload.offset_bytes + self.rank * most * payload.row_bytes
             self._loops.write_rows(rows, payload.row_bytes, slots, self._memory, block, self._stride)
         self._at("dispatch.signal", round)
-        mesh.signal(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
+        done = Signal(DONE, context, round, 0)
+        self._bells.ring(done, _NOTHING, active, call.timeout_s)
         self._at("dispatch.wait", round)
-        mesh.wait(_DONE, context, round, peers=peers, timeout_s=call.timeout_s)
+        self._bells.wait(done, _NOTHING, active, call.timeout_s)
         self._scrub(call)
 
-    def _entry(self, call: DispatchCall, active: tuple[int, ...]) -> bytes:
-        widths = tuple(payload.row_bytes for payload in call.payloads)
-        names = ("runtime_max_tokens_per_rank", "payload_row_bytes", "eplb_local_stats", "active_ranks")
-        return self._told(names, (call.runtime_max_tokens_per_rank, widths, call.eplb_local_stats is not None, active))
+    def _dispatch_said(self, call: DispatchCall, active: Active) -> Said:
+        widths = tuple([payload.row_bytes for payload in call.payloads])
+        has_eplb = call.eplb_local_stats is not None
+        key = (call.runtime_max_tokens_per_rank, widths, has_eplb, active)
+        said = self._kept_said.get(key)
+        if said is None:
+            unused = [0] * (MAX_PAYLOADS - len(widths))
+            words = (call.runtime_max_tokens_per_rank, len(widths), *widths, *unused, has_eplb, *active.mask)
+            said = self._keep_said(key, words)
+        return said
 
-    def _told(self, names: tuple[str, ...], values: tuple[Any, ...]) -> bytes:
-        """What a doorbell says; the last few are kept, since rounds repeat."""
-        entry = self._entries.get((names, values))
-        if entry is None:
-            if len(self._entries) >= _MAX_KEPT:
-                self._entries.clear()
-            facts = json.dumps(dict(zip(names, values, strict=True)))
-            entry = self._entries[names, values] = facts.encode()
-        return entry
+    def _combine_said(self, call: CombineCall, active: Active) -> Said:
+        key = (call.payload.shape[2], call.payload.dtype, call.low_precision, active)
+        said = self._kept_said.get(key)
+        if said is None:
+            columns, dtype = call.payload.shape[2], _PAYLOAD_DTYPES.index(call.payload.dtype)
+            said = self._keep_said(key, (columns, dtype, call.low_precision, *active.mask))
+        return said
 
-    def _route(self, call: DispatchCall, active: tuple[int, ...]) -> Tensor:
-        tables = self._tables[call.context]
-        takes_part = self._all_active
-        if len(active) != self._config.ep_size:
-            takes_part = torch.zeros_like(takes_part)
-            takes_part[list(active)] = 1
-        return self._loops.route(
+    def _keep_said(self, key: Hashable, words: Sequence[int]) -> Said:
+        if len(self._kept_said) >= _MAX_KEPT:
+            self._kept_said.clear()
+        said = self._kept_said[key] = Said(words)
+        return said
+
+    def _route(self, call: DispatchCall, active: Active) -> Tensor:
+        tables, num_tokens = self._tables[call.context], call.topk_ids.shape[0]
+        slots = self._slots.get(call.context)
+        if slots is None or slots.shape[0] != num_tokens:
+            slots = self._slots[call.context] = torch.empty((num_tokens, self._config.ep_size), dtype=torch.int32)
+        self._loops.route(
             call.topk_ids,
             self._placement.table,
-            takes_part,
+            active.takes_part,
             self._config.row_order == "compact",
             tables.targets,
             tables.indices,
             tables.send_counts,
+            slots,
         )
+        return slots
 
-    def _write_tables(self, call: DispatchCall, slots: Tensor, active: tuple[int, ...]) -> None:
-        ep, tables = self._config.ep_size, self._tables[call.context]
-        everywhere = len(active) == ep
-        to: slice | Tensor = slice(None) if everywhere else torch.tensor(active)
-        if everywhere:
-            tables.counts_there.copy_(tables.send_counts)
-        else:
-            tables.counts_there[to] = tables.send_counts[to]
+    def _write_tables(self, call: DispatchCall, slots: Tensor, active: Active) -> None:
+        tables = self._tables[call.context]
+        self._loops.write_counts(tables.send_counts, active.takes_part, tables.counts_there)
         if call.eplb_local_stats is not None and tables.statistics_there is not None:
-            tables.statistics_there[to] = call.eplb_local_stats
+            tables.statistics_there[active.takes_part != 0] = call.eplb_local_stats
         if tables.valid_there is not None:
             most = call.runtime_max_tokens_per_rank
-            valid = torch.zeros((ep, most), dtype=torch.uint8)
+            valid = torch.zeros((self._config.ep_size, most), dtype=torch.uint8)
             valid[:, : slots.shape[0]] = (slots >= 0).T
-            tables.valid_there[to, :most] = valid[to]
-        if not everywhere:
-            silent = [rank for rank in self._everyone if rank not in active]
+            tables.valid_there[active.takes_part != 0, :most] = valid[active.takes_part != 0]
+        if active is not self._everyone:
+            silent = active.takes_part == 0
             tables.recv_counts[silent] = 0
             if tables.valid is not None:
                 tables.valid[silent] = 0
@@ -263,18 +284,17 @@ class HostTransport(Transport):
     # ---- combine ---------------------------------------------------------------------------------------------------
 
     def combine(self, call: CombineCall) -> None:
-        mesh, context, round = self._mesh, call.context, call.round
-        active = self._active_ranks(context)
-        peers = [rank for rank in active if rank != self.rank]
+        context, round = call.context, call.round
+        active = self._active(context)
         self._at("combine.stage", round)
         replaced = self._stage(call)
         try:
             self._at("combine.signal", round)
-            entry = self._combine_entry(call, active)
-            mesh.signal(_READY, context, round, entry, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
+            said = self._combine_said(call, active)
+            ready = Signal(READY, context, round, call.attempt)
+            self._bells.ring(ready, said, active, call.timeout_s)
             self._at("combine.wait", round)
-            heard = mesh.wait(_READY, context, round, attempt=call.attempt, peers=peers, timeout_s=call.timeout_s)
-            self._compare(_READY, entry, heard)
+            self._hear(ready, said, active, call.timeout_s)
         except A2AError:
             # A refused combine may be called again with the same view: it finds its rows as they were.
             for rows, original in replaced:
@@ -282,11 +302,10 @@ class HostTransport(Transport):
             raise
         self._at("combine.sum", round)
         slots = self._slots[context]
-        if len(active) != self._config.ep_size:
+        if active is not self._everyone:
             # A rank masked out since the dispatch adds nothing.
-            gone = [rank for rank in self._everyone if rank not in active]
             slots = slots.clone()
-            slots[:, gone] = -1
+            slots[:, active.takes_part == 0] = -1
         sums = call.output
         if call.output_quantize is not None:
             dtype = torch.bfloat16 if call.low_precision else call.payload.dtype
@@ -297,11 +316,6 @@ class HostTransport(Transport):
             self._sum(call, slots, sums)
         if call.output_quantize is not None:
             _quantize_output(call, sums)
-
-    def _combine_entry(self, call: CombineCall, active: tuple[int, ...]) -> bytes:
-        names = ("payload_columns", "payload_dtype", "use_low_precision", "active_ranks")
-        dtype = str(call.payload.dtype).removeprefix("torch.")
-        return self._told(names, (call.payload.shape[2], dtype, call.low_precision, active))
 
     def _stage(self, call: CombineCall) -> list[tuple[Tensor, Tensor]]:
         """Bring the rows that peers will read into this rank's combine area, in their wire form.
@@ -354,7 +368,7 @@ class HostTransport(Transport):
         width = call.payload.shape[2]
         row_bytes = combine_row_bytes(width, call.payload.dtype, call.low_precision)
         rows_at_once = max(1, _LOW_PRECISION_CHUNK // max(width, 1))
-        blocks = [self._combine_rows(call, rank, row_bytes)[self.rank] for rank in self._everyone]
+        blocks = [self._combine_rows(call, rank, row_bytes)[self.rank] for rank in self._everyone.ranks]
         for start in range(0, call.num_tokens, rows_at_once):
             part = slots[start : start + rows_at_once]
             total = torch.zeros((part.shape[0], width), dtype=torch.float32)
@@ -374,47 +388,50 @@ class HostTransport(Transport):
     # ---- errors, reset, close --------------------------------------------------------------------------------------
 
     def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
-        body = _DECLINED + json.dumps(facts).encode()
-        self._mesh.signal(_PHASES[phase], context, round, body, attempt=attempt)
+        self._bells.decline(Signal(_PHASES[phase], context, round, attempt), facts)
 
     def check(self) -> None:
         self._mesh.check()
 
     def reset(self, *, timeout_s: float) -> None:
+        everyone = set(self._everyone.ranks)
         masked = {
             rank
             for context in range(self._config.num_contexts)
-            for rank in set(self._everyone) - set(self._active_ranks(context))
+            for rank in everyone.difference(self._active(context).ranks)
         }
+        self._bells.forget()
         self._mesh.reset(timeout_s=timeout_s, absent=masked)
         self._slots.clear()
-        self._set_active([rank for rank in self._everyone if rank not in self._mesh.lost])
+        self._set_active([rank for rank in self._everyone.ranks if rank not in self._mesh.lost])
 
     def close(self) -> None:
         self._mesh.close()
         # What is left of the memory belongs to the views that a caller still holds.
+        self._bells.close()
         for kept in (self._areas, self._slots, self._tables, self._words):
             kept.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8)
 
-    def _compare(self, phase: str, mine: bytes, heard: Mapping[int, bytes]) -> None:
-        """Raise, on every rank alike, if any rank declined or says anything else than this one."""
-        if all(body == mine for body in heard.values()):
+    def _hear(self, signal: Signal, said: Said, active: Active, timeout_s: float) -> None:
+        """Wait for a doorbell; raise, on every rank alike, if any rank declined or says anything else than this one."""
+        heard = self._bells.wait(signal, said, active, timeout_s)
+        if not heard:
             return
-        said = {**heard, self.rank: mine}
-        for rank in sorted(said):
-            if said[rank].startswith(_DECLINED):
-                raise from_facts(json.loads(said[rank][1:]), reporter=rank)
-        facts = {rank: json.loads(body) for rank, body in sorted(said.items())}
-        names = list(facts[self.rank])
-        differing = [name for name in names if any(each[name] != facts[self.rank][name] for each in facts.values())]
+        bodies = {**heard, self.rank: said.body}
+        for rank in sorted(bodies):
+            if bodies[rank].startswith(DECLINED):
+                raise from_facts(json.loads(bodies[rank].removeprefix(DECLINED)), reporter=rank)
+        told = _dispatch_told if signal.phase == ENTER else _combine_told
+        facts = {rank: told(words(body)) for rank, body in sorted(bodies.items())}
+        differing = [name for name, value in facts[self.rank].items() if any(f[name] != value for f in facts.values())]
         values = (
             {rank: each[differing[0]] for rank, each in facts.items()}
             if len(differing) == 1
             else {rank: {name: each[name] for name in differing} for rank, each in facts.items()}
         )
-        raise MismatchError(what=f"{', '.join(differing)} in {phase}", values=values)
+        raise MismatchError(what=f"{', '.join(differing)} in {PHASES[signal.phase]}", values=values)
 
     def _at(self, point: str, round: int) -> None:
         if self.hook is not None:
@@ -444,31 +461,63 @@ class HostTransport(Transport):
         start = self._layout.region("combine", call.context).offset_bytes
         return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
 
-    def _active_ranks(self, context: int) -> tuple[int, ...]:
+    def _active(self, context: int) -> Active:
         mask = self._tables[context].mask
         if mask is None:
             return self._everyone
-        words = mask.tolist()
-        return tuple(rank for rank in self._everyone if words[rank // 64] >> (rank % 64) & 1)
+        bits = tuple(mask.tolist())
+        active = self._kept_active.get(bits)
+        if active is None:
+            if len(self._kept_active) >= _MAX_KEPT:
+                self._kept_active.clear()
+            ranks = [rank for rank in self._everyone.ranks if bits[rank // 64] >> (rank % 64) & 1]
+            everyone = len(ranks) == self._config.ep_size
+            active = self._everyone if everyone else Active(ranks, self.rank, self._config.ep_size)
+            self._kept_active[bits] = active
+        return active
 
     def _set_active(self, ranks: Sequence[int]) -> None:
-        words = [0] * -(-self._config.ep_size // 64)
+        bits = [0] * -(-self._config.ep_size // 64)
         for rank in ranks:
-            words[rank // 64] |= 1 << rank % 64
+            bits[rank // 64] |= 1 << rank % 64
         for tables in self._tables:
             if tables.mask is not None:
-                tables.mask.copy_(torch.tensor(words, dtype=torch.uint64))
+                tables.mask.copy_(torch.tensor(bits, dtype=torch.uint64))
+
+
+def _dispatch_told(said: Sequence[int]) -> dict[str, Any]:
+    """What the words of `_dispatch_said` stand for."""
+    most, count = said[:2]
+    has_eplb, *mask = said[2 + MAX_PAYLOADS :]
+    return {
+        "runtime_max_tokens_per_rank": most,
+        "payload_row_bytes": list(said[2 : 2 + count]),
+        "eplb_local_stats": bool(has_eplb),
+        "active_ranks": Active.ranks_of(mask),
+    }
+
+
+def _combine_told(said: Sequence[int]) -> dict[str, Any]:
+    """What the words of `_combine_said` stand for."""
+    columns, dtype, low_precision, *mask = said
+    return {
+        "payload_columns": columns,
+        "payload_dtype": str(_PAYLOAD_DTYPES[dtype]).removeprefix("torch."),
+        "use_low_precision": bool(low_precision),
+        "active_ranks": Active.ranks_of(mask),
+    }
 
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:
-    """Every payload's rows as they travel, quantised where the call says so."""
+    """Every payload's rows as they travel, contiguous, quantised where the call says so."""
     rows = [payload.rows for payload in call.payloads]
-    if call.quantize is not None and rows[0] is not None:
-        how = call.quantize
-        rows[0], scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
+    how = call.quantize
+    if how is not None and rows[0] is not None:
+        data, scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)
+        rows[0] = data.contiguous()
         if scales is not None:
-            rows[1] = scales
-    return [each.contiguous() for each in rows if each is not None]
+            rows[1] = scales.contiguous()
+    return [each for each in rows if each is not None]
 
 
 def _quantize_output(call: CombineCall, sums: Tensor) -> None:

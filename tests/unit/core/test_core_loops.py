@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -52,7 +52,8 @@ def routed(loops: Loops, ids: Tensor, placement: Placement, active: Sequence[int
     targets = torch.full(ids.shape, 99, dtype=torch.int32)
     indices = torch.full(ids.shape, 99, dtype=torch.int32)
     counts = torch.full((placement.ep_size,), 99, dtype=torch.int32)
-    slots = loops.route(ids, placement.table, takes_part, compact, targets, indices, counts)
+    slots = torch.full((ids.shape[0], placement.ep_size), 99, dtype=torch.int32)
+    loops.route(ids, placement.table, takes_part, compact, targets, indices, counts, slots)
     return Route(slots, counts, targets, indices)
 
 
@@ -294,20 +295,27 @@ def test_the_fastest_is_numba_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert not have_numba() and isinstance(fastest(), TorchLoops)
 
 
-def without_numba(comm: Comm) -> str:
+def without_numba(comm: Comm, everywhere: bool) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
-        # What importing a package that is not installed comes to.
-        for name in ("numba", "llvmlite", "a2a.host.numba_loops"):
-            patch.setitem(sys.modules, name, None)
+        if everywhere or comm.Get_rank() == 1:
+            # What importing a package that is not installed comes to.
+            for name in ("numba", "llvmlite", "a2a.host.numba_loops", "a2a.host.numba_atomics", "a2a.host.numba_bells"):
+                patch.setitem(sys.modules, name, None)
         case = Case(ep_size=comm.Get_size(), num_experts=9, more_row_bytes=(3,), scrub="all", eplb=5)
         with a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport="host") as moe:
             for number in range(2):
                 play(moe, draw(case, number), in_workspace=bool(number))
-            return type(moe._shared.transport._loops).__name__  # type: ignore[attr-defined]
+            transport: Any = moe._shared.transport
+            return type(transport._loops).__name__, type(transport._bells).__name__
 
 
 def test_the_host_transport_works_without_numba(run_ranks: Ranks) -> None:
-    assert set(run_ranks(without_numba, 3)) == {"TorchLoops"}
+    assert set(run_ranks(without_numba, 3, True)) == {("TorchLoops", "StreamBells")}
+
+
+def test_ranks_with_and_without_numba_ring_the_same_bells(run_ranks: Ranks) -> None:
+    with_numba = ("NumbaLoops", "StreamBells")
+    assert run_ranks(without_numba, 3, False) == [with_numba, ("TorchLoops", "StreamBells"), with_numba]
 
 
 @pytest.mark.parametrize("row_bytes", [1 << 16, (1 << 16) - 2])

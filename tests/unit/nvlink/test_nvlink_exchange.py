@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import importlib.util
 import random
 from types import SimpleNamespace
@@ -163,17 +162,17 @@ def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
         {"eplb_local_stats": STATS if call.eplb_local_stats is None else None},
         {"runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank + 1},
         {"topk_ids": IDS[torch.int64 if call.topk_ids.dtype == torch.int32 else torch.int32][: first.shape[0], :4]},
-        {"payloads": tuple(dataclasses.replace(each, fill_byte=3) for each in call.payloads)},
-        {"payloads": (dataclasses.replace(call.payloads[0], rows=another), *call.payloads[1:])},
+        {"payloads": tuple(each._replace(fill_byte=3) for each in call.payloads)},
+        {"payloads": (call.payloads[0]._replace(rows=another), *call.payloads[1:])},
         {
             "context": context,
             "payloads": tuple(
-                dataclasses.replace(each, offset_bytes=at) for each, at in zip(call.payloads, offsets, strict=True)
+                each._replace(offset_bytes=at) for each, at in zip(call.payloads, offsets, strict=True)
             ),
         },
     ]
     change = draw.choice(changes)
-    return other if call.runtime_max_tokens_per_rank > 590 else dataclasses.replace(call, **change)
+    return other if call.runtime_max_tokens_per_rank > 590 else call._replace(**change)
 
 
 def combine_call(draw: random.Random, after: DispatchCall) -> CombineCall:
