@@ -297,7 +297,7 @@ class RoundContext:
         self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
         self._check_same_rows(runtime_max_tokens_per_rank)
         self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
-        offset = self._shared.layout.region("combine", self._index).offset_bytes
+        offset = self._shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
         return self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype)
 
     def combine(
@@ -357,9 +357,9 @@ class RoundContext:
             self._check_same_rows(runtime_max_tokens_per_rank)
             blocks = shared.arguments.blocks(payload, runtime_max_tokens_per_rank, use_low_precision)
             width, rows = blocks.shape[2], this.num_tokens
-            shared.arguments.check_combine_width(
-                combine_row_bytes(width, blocks.dtype, use_low_precision), width, blocks.dtype
-            )
+            row_bytes = combine_row_bytes(width, blocks.dtype, use_low_precision)
+            shared.arguments.check_combine_width(row_bytes, width, blocks.dtype)
+            shared.layout.combine_offset(row_bytes, self._index)
             if payload_in_workspace:
                 self._check_in_workspace(blocks)
             quantize, out_width, out_dtype = shared.arguments.output(
@@ -599,14 +599,16 @@ class RoundContext:
 
     def _check_in_workspace(self, blocks: Tensor) -> None:
         # Through the cache of views: slicing a tensor costs as much as all other checks of a combine.
-        region = self._views.get("combine area")
-        if region is None:
-            region = self._remember("combine area", self._region("combine"))
-        if blocks.data_ptr() != region.data_ptr():
+        mine = self._views.get("workspace")
+        if mine is None:
+            mine = self._remember("workspace", self._shared.transport.workspace[self.ep_rank])
+        row_bytes = blocks.shape[2] * blocks.dtype.itemsize
+        address = mine.data_ptr() + self._shared.layout.combine_offset(row_bytes, self._index)
+        if blocks.data_ptr() != address:
             raise ShapeError(
                 what="payload with payload_in_workspace=True",
                 got=f"address {blocks.data_ptr():#x}",
-                wanted=f"{region.data_ptr():#x}, the view of get_combine_payload_tensor_in_workspace",
+                wanted=f"{address:#x}, the view of get_combine_payload_tensor_in_workspace",
                 rank=self.ep_rank,
             )
 
@@ -787,7 +789,7 @@ class MoeAlltoAll(RoundContext):
 
     def _build(self, config: ExchangeConfig, startup_timeout_s: float, timeout_s: float) -> _Shared:
         chosen = transport_class(self._choice.name)
-        layout = WorkspaceLayout(config, chosen.control_regions(config))
+        layout = self._lay_out(config, chosen)
         placement = (
             Placement.contiguous(config.num_experts, config.ep_size)
             if config.placement is None
@@ -797,6 +799,9 @@ class MoeAlltoAll(RoundContext):
         moved.set_budgets(startup_timeout_s, timeout_s)
         arguments = Arguments(config, moved.workspace.device, moved.rank)
         return _Shared(config, layout, placement, moved, arguments, startup_timeout_s, timeout_s)
+
+    def _lay_out(self, config: ExchangeConfig, chosen: type[Transport]) -> WorkspaceLayout:
+        return WorkspaceLayout(config, chosen.control_regions(config))
 
     def _more_contexts(self, first: int) -> tuple[RoundContext, ...]:
         return tuple(RoundContext(self._shared, index) for index in range(first, self._shared.config.num_contexts))

@@ -31,6 +31,8 @@ class Env:
         tuning: A2A_TUNING, a file that `a2a tune` wrote, taken instead of the shipped table of launch shapes; the same
             contents on every rank; default None.
         commit: A2A_COMMIT, commit of the code that runs, for reports from a copy that is no checkout; default None.
+        install_flashinfer: A2A_INSTALL_FLASHINFER, 1 to let engines that look for FlashInfer's exchange find this
+            package's from the start of the process on (see `a2a.integrations.flashinfer.install`); default 0.
     """
 
     startup_timeout_s: float = 300.0
@@ -39,6 +41,7 @@ class Env:
     local_store: str | None = None
     tuning: str | None = None
     commit: str | None = None
+    install_flashinfer: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
@@ -65,6 +68,7 @@ class Env:
             local_store=_text(given, "A2A_LOCAL_STORE"),
             tuning=_text(given, "A2A_TUNING"),
             commit=_text(given, "A2A_COMMIT"),
+            install_flashinfer=_switch(given, "A2A_INSTALL_FLASHINFER"),
         )
 
 
@@ -87,6 +91,13 @@ def default(variables: Mapping[str, str]) -> None:
 
 def _text(given: Mapping[str, str], name: str) -> str | None:
     return given[name].strip() if name in given else None
+
+
+def _switch(given: Mapping[str, str], name: str) -> bool:
+    value = given.get(name, "0").strip()
+    if value not in ("0", "1"):
+        raise ConfigError(what=name, got=given[name], wanted="0 or 1")
+    return value == "1"
 
 
 def _seconds(given: Mapping[str, str], name: str, default: float) -> float:

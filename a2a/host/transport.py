@@ -347,7 +347,7 @@ class HostTransport(Transport):
     def _sum(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         size, width = call.payload.dtype.itemsize, call.payload.shape[2]
         block = call.runtime_max_tokens_per_rank * width
-        start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
+        start = self._layout.combine_offset(width * size, call.context) // size + self.rank * block
         self._loops.sum_rows(self._words[call.payload.dtype], start, self._stride // size, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
@@ -441,7 +441,7 @@ class HostTransport(Transport):
     def _combine_rows(self, call: CombineCall, rank: int, row_bytes: int) -> Tensor:
         """uint8 `[ep, R, row_bytes]`: a rank's combine area."""
         ep, most = self._config.ep_size, call.runtime_max_tokens_per_rank
-        start = self._layout.region("combine", call.context).offset_bytes
+        start = self._layout.combine_offset(row_bytes, call.context)
         return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
 
     def _active_ranks(self, context: int) -> tuple[int, ...]:

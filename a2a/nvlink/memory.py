@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import secrets
 from collections.abc import Sequence
@@ -351,3 +352,17 @@ def _tensor(mapping: Any) -> Tensor:
     capsule = new(ctypes.addressof(managed), b"dltensor", None)
     tensor: Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Memory that somebody else owns."""
+
+    address: int
+    shape: tuple[int, int]
+    device: torch.device
+
+
+def tensor_at(address: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """uint8 tensor of `shape` at an address, which does not keep the memory alive."""
+    return _tensor(_Place(address, shape, device))
