@@ -14,6 +14,7 @@ from torch import Tensor
 
 from a2a.alltoall import MoeAlltoAll as NativeMoeAlltoAll
 from a2a.comm import Comm, resolve
+from a2a.comm.protocol import SingleComm
 from a2a.config import ExchangeConfig
 from a2a.env import Env
 from a2a.errors import ConfigError
@@ -98,7 +99,9 @@ class MoeAlltoAll:
     ) -> None:
         check_backend(backend)
         timeout_s = Env.read().startup_timeout_s
-        comm = ep_group(engine_comm(getattr(mnnvl_config, "comm_backend", None), timeout_s=timeout_s), mapping)
+        told = getattr(mnnvl_config, "comm_backend", None)
+        alone = told is None and mapping.moe_ep_size == 1
+        comm = ep_group(SingleComm() if alone else engine_comm(told, timeout_s=timeout_s), mapping)
         ep_size = comm.Get_size()
         sizes: dict[str, Any] = {"hidden_size": hidden_size}
         payload_bytes = None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from a2a.comm import Comm
+from a2a.comm.protocol import SingleComm
 from a2a.env import Env
 from a2a.errors import ConfigError, ShapeError, StateError
 from a2a.integrations.flashinfer_functions import moe_a2a_get_workspace_size_per_rank, rank_mask
@@ -240,6 +241,7 @@ class NVLinkOneSidedAlltoAll:
         startup_timeout_s = max(env.startup_timeout_s, timeout_s or 0.0)
         hidden, item = params.hidden_size, max(params.token_dtype.itemsize, 2)
         row_bytes, extra = params.dispatch_bytes_per_token, config.extra_payload_bytes_per_token
+        dispatch_bytes = _dispatch_bytes(hidden, row_bytes, extra)
         size = moe_a2a_get_workspace_size_per_rank(
             self.ep_size,
             params.max_tokens_per_rank,
@@ -261,7 +263,7 @@ class NVLinkOneSidedAlltoAll:
             name=f"moe_ep, {row_bytes} bytes a row",
             startup_timeout_s=startup_timeout_s,
             timeout_s=env.timeout_s if timeout_s is None else float(timeout_s),
-            **_dispatch_bytes(hidden, row_bytes, extra),
+            **dispatch_bytes,
         )
         return MoeAlltoAll.of(rounds, size)
 
@@ -453,7 +455,8 @@ def _group(bootstrap: Any, config: Any, timeout_s: float) -> Comm:
         backend = bootstrap.process_group
     if backend is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         backend = torch.distributed.group.WORLD
-    comm = engine_comm(backend, timeout_s=timeout_s)
+    alone = backend is None and bootstrap.world_size == 1
+    comm = SingleComm() if alone else engine_comm(backend, timeout_s=timeout_s)
     if (comm.Get_rank(), comm.Get_size()) != (bootstrap.rank, bootstrap.world_size):
         raise ConfigError(
             what="rank and size of the communicator",
