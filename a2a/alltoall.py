@@ -50,6 +50,7 @@ DEFAULT_INVALID_ID: Final = -1
 
 _IDLE: Final = "idle"
 _DISPATCHED: Final = "dispatched"
+_RELEASED: Final = "released"
 _CLOSED: Final = "closed"
 _MAX_CACHED_VIEWS: Final = 64
 
@@ -85,6 +86,7 @@ class _Shared:
     startup_timeout_s: float
     timeout_s: float
     closed: bool = False
+    released: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -410,8 +412,10 @@ class RoundContext:
 
     @property
     def state(self) -> str:
-        """"idle", "dispatched" or "closed"."""
-        return _CLOSED if self._shared.closed else self._state
+        """"idle", "dispatched", "released" or "closed"."""
+        if self._shared.closed or self._shared.released:
+            return _CLOSED if self._shared.closed else _RELEASED
+        return self._state
 
     @property
     def recv_counts(self) -> Tensor:
@@ -453,6 +457,8 @@ class RoundContext:
         """
         if not self._shared.config.enable_rank_mask:
             raise ConfigError(what="enable_rank_mask", got=False, wanted="True at construction to use rank_mask")
+        if self._shared.released:
+            raise StateError(rank=self.ep_rank, call="rank_mask", state=_RELEASED, change="call restore() first")
         return self._region("rank_mask").view(torch.uint64)
 
     # ---- identity --------------------------------------------------------------------------------------------------
@@ -516,6 +522,7 @@ class RoundContext:
                 _CLOSED: "build a new object",
                 _IDLE: "call dispatch first",
                 _DISPATCHED: "call combine first, or reset() on every rank",
+                _RELEASED: "call restore() on every rank",
             }[self.state]
             raise StateError(rank=self.ep_rank, call=verb, state=self.state, change=change)
 
@@ -642,7 +649,8 @@ class RoundContext:
 
     def _last_round(self, what: str) -> _Round:
         if self._round is None or self._shared.closed:
-            raise StateError(rank=self.ep_rank, call=what, state=self.state, change="call dispatch first")
+            change = "call restore() on every rank" if self.state == _RELEASED else "call dispatch first"
+            raise StateError(rank=self.ep_rank, call=what, state=self.state, change=change)
         return self._round
 
     def _region(self, name: str) -> Tensor:
@@ -891,6 +899,65 @@ class MoeAlltoAll(RoundContext):
         for context in self.contexts:
             context._start_over()
 
+    def release(self) -> None:
+        """Give the physical memory of the workspace back and keep its addresses. Collective, idempotent.
+
+        Only between rounds; waits for this rank's launched work. Until `restore`, every verb but `close` raises, and
+        views must not be touched: on GPUs nothing is mapped where they lie.
+
+        Raises:
+            StateError: a context of some rank is not idle; on every rank, nothing has changed.
+        """
+        shared = self._shared
+        if self.state == _RELEASED:
+            return
+        self._require_open("release")
+        problem: A2AError | None = None
+        try:
+            shared.transport.check()
+            for context in self.contexts:
+                context._require("release", _IDLE)
+        except A2AError as error:
+            problem = error
+        gather(self._comm, None, problem)
+        shared.transport.release(self._comm)
+        shared.released = True
+        for context in self.contexts:
+            # Views stay: the addresses are the same when the memory is back.
+            context._round = None
+
+    def restore(self, comm: object | None = None, *, timeout_s: float | None = None) -> None:
+        """Get memory at the same addresses again, zeroed, and start over as after `reset`. Collective, idempotent.
+
+        A graph that was captured before replays after.
+
+        Args:
+            comm: who the ranks are, where the communicator of construction is gone: as there, of the same ranks.
+            timeout_s: budget of each wait; None for the object's `startup_timeout_s`.
+
+        Raises:
+            ConfigError: a communicator of other ranks.
+            Unsupported: no memory, on every rank; `restore` may be called again.
+        """
+        shared = self._shared
+        if shared.closed:
+            self._require_open("restore")
+        if not shared.released:
+            return
+        budget_s = self.startup_timeout_s if timeout_s is None else timeout_s
+        ranks = self._comm if comm is None else resolve(comm, timeout_s=budget_s)
+        if (ranks.Get_rank(), ranks.Get_size()) != (self.ep_rank, self.ep_size):
+            raise ConfigError(
+                what="rank and size of comm",
+                got=(ranks.Get_rank(), ranks.Get_size()),
+                wanted=f"those of the object, {self.ep_rank} and {self.ep_size}",
+            )
+        shared.transport.restore(ranks, timeout_s=budget_s)
+        self._comm = ranks
+        shared.released = False
+        for context in self.contexts:
+            context._start_over()
+
     def ensure(self, **sizes: Any) -> bool:
         """Grow to the union of what this object holds and what any rank of its group asks for. Collective.
 
@@ -960,8 +1027,9 @@ class MoeAlltoAll(RoundContext):
         self.close()
 
     def _require_open(self, verb: str) -> None:
-        if self._shared.closed:
-            raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
+        if self._shared.closed or self._shared.released:
+            change = "build a new object" if self._shared.closed else "call restore() on every rank"
+            raise StateError(rank=self.ep_rank, call=verb, state=self.state, change=change)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -31,7 +31,7 @@ from a2a.comm.mesh import Mesh, host_identity
 from a2a.config import LOW_PRECISION_BLOCK, ExchangeConfig
 from a2a.errors import A2AError, MismatchError, from_facts
 from a2a.host.loops import fastest
-from a2a.host.memory import shared_workspaces
+from a2a.host.memory import drop_pages, shared_workspaces
 from a2a.layout import WorkspaceLayout, combine_row_bytes
 from a2a.placement import Placement
 from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
@@ -389,6 +389,25 @@ class HostTransport(Transport):
         self._mesh.reset(timeout_s=timeout_s, absent=masked)
         self._slots.clear()
         self._set_active([rank for rank in self._everyone if rank not in self._mesh.lost])
+
+    def release(self, comm: Comm) -> None:
+        # Nobody reads or writes any more once all are here.
+        comm.barrier()
+        self._drop_pages(comm)
+
+    def restore(self, comm: Comm, *, timeout_s: float) -> None:
+        # Whoever has touched a view meanwhile has made pages anew.
+        self._drop_pages(comm)
+        self.reset(timeout_s=timeout_s)
+        comm.barrier()
+
+    def _drop_pages(self, comm: Comm) -> None:
+        problem: A2AError | None = None
+        try:
+            drop_pages(self.workspace, self.rank)
+        except A2AError as error:
+            problem = error
+        gather(comm, None, problem)
 
     def close(self) -> None:
         self._mesh.close()

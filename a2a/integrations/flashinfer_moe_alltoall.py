@@ -236,6 +236,25 @@ class MoeAlltoAll:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
+    def checkpoint_prepare(self) -> None:
+        """Give the workspace's physical memory back and keep its addresses; collective, between rounds, idempotent.
+
+        Every call in between raises a StateError (a RuntimeError).
+        """
+        self.rounds.release()
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Memory at the same addresses again, zeroed; collective, idempotent. Captured graphs replay.
+
+        Args:
+            comm_backend: who the ranks are, of the same rank and size as at construction; None for that one.
+
+        Raises:
+            ConfigError (a ValueError), Unsupported: as `a2a.MoeAlltoAll.restore`.
+        """
+        comm = None if comm_backend is None else engine_comm(comm_backend, timeout_s=self.rounds.startup_timeout_s)
+        self.rounds.restore(comm)
+
     def close(self) -> None:
         """Let go of the workspace; idempotent. The historical class had no such verb: memory went with the object."""
         self.rounds.close()

@@ -388,6 +388,15 @@ class NVLinkOneSidedAlltoAll:
         self._buffer = None
         return combined
 
+    def checkpoint_prepare(self) -> None:
+        """As `MoeAlltoAll.checkpoint_prepare`."""
+        self.alltoall.checkpoint_prepare()
+        self._buffer = None
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """As `MoeAlltoAll.checkpoint_restore`."""
+        self.alltoall.checkpoint_restore(comm_backend)
+
     def destroy(self) -> None:
         """Let go of the workspace. Every rank should call it; idempotent."""
         if self._alltoall is not None:

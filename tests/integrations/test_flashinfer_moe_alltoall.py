@@ -319,3 +319,46 @@ def _masked(comm: Comm) -> list[int]:
 
 def test_a_rank_mask(run_ranks: Any) -> None:
     assert run_ranks(_masked, 2) == [[1, 1, 1, 0], [1, 1, 0, 1]]
+
+
+def _checkpoint(comm: Comm) -> list[bool]:
+    case = Case(ep_size=2, max_num_tokens=8)
+    moe = build(comm, case, by_size=True)
+    rank, device = comm.Get_rank(), moe.workspace.device
+    address, metainfo = moe.workspace.data_ptr(), moe.metainfo.clone()
+    ids = torch.zeros((1, case.top_k), dtype=torch.int32, device=device)
+    facts = []
+    for cycle in range(2):
+        round = draw(case, cycle, most=8)
+        rows = [each.to(device) for each in round.inputs[rank].payloads]
+        views = moe.dispatch(rows[1], rows, 8)
+        with pytest.raises(RuntimeError, match="combine first"):
+            moe.checkpoint_prepare()
+        receipts = round.receipts()
+        for view, block in zip(views, receipts[rank].payloads, strict=True):
+            assert_equal("rows", view.cpu()[receipts[rank].valid], block[receipts[rank].valid])
+        out = moe.combine(round.expert_rows(rank, receipts).to(device), 8)
+        assert_equal("combined", out, round.sums(receipts)[rank])
+        moe.checkpoint_prepare()
+        moe.checkpoint_prepare()
+        for call in (
+            lambda: moe.dispatch(ids, [ids], 8),
+            lambda: moe.combine(ids, 8),
+            lambda: moe.get_combine_payload_tensor_in_workspace(8, 8, torch.bfloat16),
+        ):
+            with pytest.raises(RuntimeError, match="restore"):
+                call()
+        facts.append(moe.eplb_gathered_stats is None)
+        moe.checkpoint_restore(Engine(comm))
+        moe.checkpoint_restore(Engine(comm))
+        facts.append(moe.workspace.data_ptr() == address and torch.equal(moe.metainfo, metainfo))
+        comm.barrier()
+        facts.append(not moe.workspace[rank].any())
+        comm.barrier()
+    moe.close()
+    return facts
+
+
+def test_checkpoints(run_ranks: Any) -> None:
+    for facts in run_ranks(_checkpoint, 2):
+        assert all(facts), facts
