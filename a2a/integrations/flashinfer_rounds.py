@@ -2,7 +2,8 @@
 
 Owns what such a rank knows from call to call, and where it is kept: with the storage of the workspace, so that it lives
 as long as the memory and is found through any view of it. Refuses to know who the other ranks are: they may be streams
-of this process or other processes; without a mesh between them a failure is found by its deadline, and ends only here.
+of this process or other processes; without a mesh between them a failure is found by its deadline, and ends only here. Rounds of any size take the bulk
+regime: a row of the historical size has no room for the landing areas of the small one.
 
 Where the combine rows lie is told by dispatch, before their width is known: behind the widest dispatch that this
 workspace has seen. A dispatch that is wider than every one before it moves them. Others may then still read combine
@@ -47,7 +48,7 @@ def initialize(
 ) -> Tensor:
     """Zero a rank's row, forget its rounds; the offsets in it. See `moe_a2a_initialize`."""
     fits = (
-        workspace.is_cuda
+        _is_on_gpu(workspace)
         and workspace.dtype == torch.uint8
         and workspace.dim() == 2
         and workspace.shape[0] == ep_size
@@ -81,6 +82,10 @@ def rank_of(workspace: Tensor, ep_rank: int) -> CallerRank:
             rank=ep_rank, call="a round", state="not initialised", change="call moe_a2a_initialize on this workspace"
         )
     return found
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _kept_with(workspace: Tensor) -> dict[tuple[int, int], CallerRank]:
@@ -353,8 +358,8 @@ class CallerRank:
     def _num_sharers(self) -> int:
         """Ranks whose rows lie on this GPU: their kernels wait for each other on it."""
         rows = [self._workspace[rank].data_ptr() for rank in range(self._workspace.shape[0])]
-        mine = device_of_address(rows[self.ep_rank])
-        return sum(device_of_address(row) == mine for row in rows)
+        gpus = [device_of_address(row) for row in rows]
+        return gpus.count(gpus[self.ep_rank])
 
     def _config_of(self, kind: tuple[int, int, bool]) -> ExchangeConfig:
         top_k, num_experts, enable_rank_mask = kind

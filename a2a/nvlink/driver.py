@@ -72,6 +72,8 @@ def ordinal(device: torch.device) -> int:
 def device_of_address(address: int) -> int:
     """Ordinal of the GPU on which the memory at an address lies, also memory mapped from another process.
 
+    The calling thread has a context.
+
     Raises:
         Unsupported: the address is no GPU's.
     """
