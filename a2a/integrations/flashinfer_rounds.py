@@ -2,8 +2,8 @@
 
 Owns what such a rank knows from call to call, and where it is kept: with the storage of the workspace, so that it lives
 as long as the memory and is found through any view of it. Refuses to know who the other ranks are: they may be streams
-of this process or other processes; without a mesh between them a failure is found by its deadline, and ends only here. Rounds of any size take the bulk
-regime: a row of the historical size has no room for the landing areas of the small one.
+of this process or other processes. Without a mesh between them a failure is found by its deadline and ends only here.
+Rounds of any size take the bulk regime: a row of the historical size has no room for the landing areas of small ones.
 
 Where the combine rows lie is told by dispatch, before their width is known: behind the widest dispatch that this
 workspace has seen. A dispatch that is wider than every one before it moves them. Others may then still read combine

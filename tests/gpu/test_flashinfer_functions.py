@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,3 +313,13 @@ def test_the_state_goes_with_the_memory() -> None:
         torch.cuda.empty_cache()
         used.append(torch.cuda.memory_allocated())
     assert used[1] == used[-1], used
+
+
+def test_the_script_of_eight_ranks() -> None:
+    """Historical names alone, found where FlashInfer would be."""
+    root = Path(__file__).resolve().parents[2]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    script = root / "tests" / "gpu" / "historical_one_gpu.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "8 ranks on one GPU: exact\n"
