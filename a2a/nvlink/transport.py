@@ -370,8 +370,12 @@ class NvlinkTransport(Transport):
             self._memory.release()
         except Unsupported as error:
             problem = error
-        # Also the barrier after which the memory of all is free.
-        gather(comm, None, problem)
+        try:
+            # Also the barrier after which the memory of all is free.
+            gather(comm, None, problem)
+        except A2AError:
+            self._starting_over = False
+            raise
 
     def restore(self, comm: Comm, *, timeout_s: float) -> None:
         self._memory.restore(comm, self._mesh, timeout_s=timeout_s)
