@@ -141,6 +141,12 @@ def _other_promises(comm: Comm) -> list[Any]:
         ours.dispatch(rows, ids)
     out = ours.combine(got.hidden_states.clone())
     assert out.dtype == torch.bfloat16 and out[:, 0].tolist() == [rank + 1.0] * 2
+    ours.checkpoint_prepare()
+    with pytest.raises(RuntimeError, match="restore"):
+        ours.dispatch(rows, ids)
+    ours.checkpoint_restore(Engine(comm))
+    again = ours.dispatch(rows, ids)
+    assert torch.equal(ours.combine(again.hidden_states.clone()), out)
     assert ours.is_workload_feasible(5) and not ours.is_workload_feasible(6)
     assert ours.active_rank_mask([1]).tolist() == [2]
     assert ours.config.use_low_precision_combine and ours.alltoall.max_num_tokens == 5
