@@ -4,8 +4,10 @@ Owns what `sys.modules` and `sys.meta_path` hold of it. Refuses to know what the
 
 Without FlashInfer, stand-ins answer for `flashinfer`, `flashinfer.comm` (with `mapping`, `mnnvl` and
 `trtllm_moe_alltoall`) and `flashinfer.moe_ep`; every other submodule stays what it was, absent, so that an engine that
-looks for FlashInfer's other kernels finds none. (SGLang does not look: it takes all of them where `flashinfer` itself is
-found. Where that is a stand-in, SGLANG_IS_FLASHINFER_AVAILABLE=false tells it so.) With FlashInfer, its own modules stay and get these names put in:
+looks for FlashInfer's other kernels finds none. SGLang does not look: it takes all of them where it finds `flashinfer`
+itself, so where that is a stand-in it must be told with SGLANG_IS_FLASHINFER_AVAILABLE=false.
+
+With FlashInfer, its own modules stay and get these names put in:
 
 * `flashinfer.comm.trtllm_moe_alltoall` is `a2a.integrations.flashinfer`, in releases that have none of their own too;
 * `flashinfer.comm` has the historical class and functions from there;
