@@ -52,14 +52,20 @@ _HISTORICAL_NAMES: Final = (
 _MAPPING_NAMES: Final = ("CommBackend", "Mapping", "MnnvlConfig")
 
 
-def install() -> None:
+def install(*, share_workspaces: bool = False) -> None:
     """Let imports of FlashInfer's exchange find this package's, in this process. Idempotent.
+
+    Args:
+        share_workspaces: objects of the historical class with equal arguments share one workspace, as FlashInfer's do:
+            for engines that build an object per layer. By default each has its own.
 
     Without FlashInfer the stand-ins are in `sys.modules` afterwards. With FlashInfer, what of it is imported already is
     put right now, and what is not when it is imported. Names that somebody has taken out of FlashInfer's modules before
     stay FlashInfer's.
     """
     hook()
+    if share_workspaces:
+        _share_workspaces()
     if _finder().stands_in:
         import flashinfer.comm.mapping
         import flashinfer.comm.mnnvl
@@ -82,8 +88,11 @@ def install_at_start() -> None:
 
     Called when FlashInfer is first looked for in a process that was started with the variable set.
     """
-    if Env.read().install_flashinfer:
+    wanted = Env.read().install_flashinfer
+    if wanted is not None:
         hook()
+    if wanted == "shared":
+        _share_workspaces()
 
 
 def hook() -> None:
@@ -159,6 +168,13 @@ class _LoaderThatPutsIn(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         _put_into(module)
+
+
+def _share_workspaces() -> None:
+    from a2a.integrations.flashinfer_moe_alltoall import MoeAlltoAll, SharedRounds
+
+    if MoeAlltoAll.shared is None:
+        MoeAlltoAll.shared = SharedRounds()
 
 
 def _finder() -> Finder:

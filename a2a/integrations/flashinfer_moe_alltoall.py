@@ -6,7 +6,9 @@ rounds of `a2a.MoeAlltoAll`, on every transport. Refuses to know how rows move.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -37,9 +39,13 @@ class Rounds(NativeMoeAlltoAll):
         payload_bytes: bytes of that area, if its owner has not said how much of it is for dispatch; else None.
         least_bytes: bytes of a rank's workspace, at least.
         **arguments: of `a2a.MoeAlltoAll`.
+
+    Attributes:
+        num_users: objects of the historical class that play their rounds here.
     """
 
     def __init__(self, payload_bytes: int | None, least_bytes: int, **arguments: Any) -> None:
+        self.num_users = 0
         self._payload_bytes = payload_bytes
         self._least_bytes = least_bytes
         super().__init__(**arguments)
@@ -58,11 +64,29 @@ class Rounds(NativeMoeAlltoAll):
         return SharedAreaLayout(config, regions, payload_bytes=self._payload_bytes)
 
 
+class SharedRounds:
+    """Exchanges by what they are for, so that objects with equal arguments play their rounds in one, each at a time.
+
+    As FlashInfer does it, for engines that build an object per layer: `install(share_workspaces=True)`. Every rank
+    builds the same objects in the same order. A dispatch while another object is in its round is a StateError.
+    """
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[tuple[Any, ...], Rounds] = weakref.WeakValueDictionary()
+
+    def find(self, key: tuple[Any, ...], build: Callable[[], Rounds]) -> Rounds:
+        """The exchange for `key`, built if there is none that is open."""
+        found = self._held.get(key)
+        if found is None or found.state == "closed":
+            found = self._held[key] = build()
+        return found
+
+
 class MoeAlltoAll:
     """The historical class on this package's transports: same calls, `a2a.MoeAlltoAll` behind them.
 
-    Building is collective over the EP group. Two objects never share memory or flags, however equal their arguments.
-    Which transport: `A2A_TRANSPORT`, else the first that can.
+    Building is collective over the EP group. Two objects never share memory or flags, however equal their arguments,
+    unless the program has asked for it (see `SharedRounds`). Which transport: `A2A_TRANSPORT`, else the first that can.
 
     Args:
         mapping: this package's `Mapping`, FlashInfer's, or any object with `moe_ep_rank` and `moe_ep_size`.
@@ -82,6 +106,7 @@ class MoeAlltoAll:
     """
 
     _METAINFO_INDEX: ClassVar[Mapping[str, int]] = METAINFO_INDEX
+    shared: ClassVar[SharedRounds | None] = None
 
     def __init__(
         self,
@@ -118,7 +143,8 @@ class MoeAlltoAll:
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
                 ep_size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=eplb_stats_num_experts
             )
-        rounds = Rounds(
+        build = functools.partial(
+            Rounds,
             payload_bytes,
             workspace_size_per_rank,
             comm=comm,
@@ -129,7 +155,11 @@ class MoeAlltoAll:
             enable_rank_mask=enable_rank_mask,
             **sizes,
         )
-        self._adopt(rounds, workspace_size_per_rank)
+        key = (
+            (comm.Get_rank(), ep_size, max_num_tokens, top_k, num_experts, eplb_stats_num_experts, enable_rank_mask),
+            (workspace_size_per_rank, payload_bytes),
+        )
+        self._adopt(build() if self.shared is None else self.shared.find(key, build), workspace_size_per_rank)
 
     @classmethod
     def of(cls, rounds: Rounds, workspace_size_per_rank: int) -> MoeAlltoAll:
@@ -140,6 +170,8 @@ class MoeAlltoAll:
 
     def _adopt(self, rounds: Rounds, workspace_size_per_rank: int) -> None:
         self.rounds = rounds
+        self._closed = False
+        rounds.num_users += 1
         self._workspace_size_per_rank = workspace_size_per_rank
         self._metainfo = metainfo_of(rounds.layout)
 
@@ -257,7 +289,11 @@ class MoeAlltoAll:
 
     def close(self) -> None:
         """Let go of the workspace; idempotent. The historical class had no such verb: memory went with the object."""
-        self.rounds.close()
+        if not self._closed:
+            self._closed = True
+            self.rounds.num_users -= 1
+            if not self.rounds.num_users:
+                self.rounds.close()
 
     # ---- what it is ------------------------------------------------------------------------------------------------
 

@@ -233,6 +233,11 @@ print(early, sorted(name for name, there in probes().items() if there))
     assert run(code, A2A_INSTALL_FLASHINFER="1") == "[] ['comm', 'historical', 'one_sided']\n"
 
 
+def test_the_switch_can_share_workspaces() -> None:
+    code = ABSENT + AT_START + "from flashinfer.comm import MoeAlltoAll\nprint(MoeAlltoAll.shared is None)"
+    assert [run(code, A2A_INSTALL_FLASHINFER=value) for value in ("1", "shared")] == ["True\n", "False\n"]
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_switch_with_the_library(tmp_path: Path, generation: str) -> None:
     assert run(AT_START + CHECK, library(generation, tmp_path), A2A_INSTALL_FLASHINFER="1") == "ok\n"

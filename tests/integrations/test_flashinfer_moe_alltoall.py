@@ -15,6 +15,7 @@ from a2a.integrations.flashinfer import (
     MnnvlConfig,
     MoeAlltoAll,
     SfLayout,
+    install,
     moe_a2a_active_rank_mask,
     moe_a2a_get_workspace_size_per_rank,
     moe_a2a_sanitize_expert_ids,
@@ -362,3 +363,73 @@ def _checkpoint(comm: Comm) -> list[bool]:
 def test_checkpoints(run_ranks: Any) -> None:
     for facts in run_ranks(_checkpoint, 2):
         assert all(facts), facts
+
+
+def _low_precision(comm: Comm) -> list[list[float]]:
+    """Rows become e4m3 in the area in which they lie, at another pitch and, with a total size, at another place."""
+    case = Case(ep_size=2, hidden_size=320, max_num_tokens=12)
+    rank, told = comm.Get_rank(), []
+    for by_size in (True, False):
+        moe = build(comm, case, by_size=by_size)
+        device = moe.workspace.device
+        for in_workspace in (True, False):
+            round = draw(case, 3, [12, 7])
+            rows = [each.to(device) for each in round.inputs[rank].payloads]
+            moe.dispatch(rows[1], rows, 12)
+            payload = round.expert_rows(rank, round.receipts()).to(device)
+            if in_workspace:
+                payload = moe.get_combine_payload_tensor_in_workspace(12, 320, case.dtype).copy_(payload)
+            out = moe.combine(payload, 12, payload_in_workspace=in_workspace, use_low_precision=True)
+            wanted = round.sums(round.receipts())[rank].float()
+            assert (out.cpu().float() - wanted).abs().max() <= wanted.abs().max() / 8
+            told.append(out.float().flatten().tolist())
+        moe.close()
+    return told
+
+
+def test_low_precision_is_the_same_wherever_rows_lie(run_ranks: Any) -> None:
+    for told in run_ranks(_low_precision, 2):
+        assert all(each == told[0] for each in told) and any(told[0])
+
+
+def _layers(comm: Comm, share: bool) -> list[Any]:
+    """An engine's layers, each with an object of its own, one round after another; then two at once."""
+    if share:
+        install(share_workspaces=True)
+    case = Case(ep_size=2, max_num_tokens=8)
+    layers = [build(comm, case, by_size=True) for _ in range(3)]
+    other = build(comm, case, by_size=True, more_bytes=128)
+    device, rank = layers[0].workspace.device, comm.Get_rank()
+    for seed in range(6):
+        round, moe = draw(case, seed), layers[seed % 3]
+        receipts, most = round.receipts(), round.runtime_max_tokens_per_rank
+        rows = [each.to(device) for each in round.inputs[rank].payloads]
+        other.dispatch(rows[1], [rows[1]], most)
+        assert_receipt(receipts[rank], moe.dispatch(rows[1], rows, most, -1, 1))
+        out = moe.combine(round.expert_rows(rank, receipts).to(device), most)
+        assert_equal("combined", out, round.sums(receipts)[rank])
+        other.combine(torch.ones((2, most, 8), dtype=case.dtype, device=device), most)
+    layers[0].dispatch(rows[1], rows, most)
+    told = ""
+    try:
+        layers[1].dispatch(rows[1], rows, most)
+        layers[1].combine(torch.ones((2, most, 8), dtype=case.dtype, device=device), most)
+    except StateError as error:
+        told = error.change
+    layers[0].combine(torch.ones((2, most, 8), dtype=case.dtype, device=device), most)
+    places = len({each.workspace.data_ptr() for each in [*layers, other]})
+    for each in layers[:2]:
+        each.close()
+        each.close()
+    layers[2].dispatch(rows[1], rows, most)
+    layers[2].combine(torch.ones((2, most, 8), dtype=case.dtype, device=device), most)
+    layers[2].close()
+    other.close()
+    again = build(comm, case, by_size=True)
+    again.close()
+    return [places, told.partition(",")[0]]
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(False, [4, ""]), (True, [2, "call combine first"])])
+def test_layers_share_a_workspace_only_if_asked_to(run_ranks: Any, share: bool, wanted: list[Any]) -> None:
+    assert run_ranks(_layers, 2, share) == [wanted] * 2

@@ -27,9 +27,9 @@ def test_bad_seconds(text):
         Env.read({"A2A_TIMEOUT_S": text})
 
 
-@pytest.mark.parametrize(("text", "on"), [("1", True), ("0", False), ("", False), (" 1 ", True)])
-def test_switch(text, on):
-    assert Env.read({"A2A_INSTALL_FLASHINFER": text}).install_flashinfer is on
+@pytest.mark.parametrize(("text", "read"), [("1", "1"), ("0", None), ("", None), (" 1 ", "1"), ("shared", "shared")])
+def test_switch(text, read):
+    assert Env.read({"A2A_INSTALL_FLASHINFER": text}).install_flashinfer == read
 
 
 @pytest.mark.parametrize("text", ["yes", "2", "true"])
