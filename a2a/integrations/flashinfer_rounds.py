@@ -157,6 +157,9 @@ class CallerRank:
         self._raise_recorded()
         self._check_state("moe_a2a_dispatch", dispatched=False)
         kind = (top_k, num_experts, enable_rank_mask)
+        for each in self._ranks_here():
+            # What is allocated at all is allocated before any rank launches.
+            each._arguments_of(kind)
         arguments = self._arguments_of(kind)
         ids = arguments.topk_ids(topk_ids)
         if ids.shape[1] != top_k:
@@ -337,9 +340,13 @@ class CallerRank:
         """
         if kind in self._exchanges:
             return
-        for (address, _), rank in list(self._neighbours.items()):
-            if address == self._address and kind not in rank._exchanges:
+        for rank in self._ranks_here():
+            if kind not in rank._exchanges:
                 rank._exchanges[kind] = rank._make_exchange(kind)
+
+    def _ranks_here(self) -> list[CallerRank]:
+        """Ranks of this process on this workspace, this one included."""
+        return [rank for (address, _), rank in self._neighbours.items() if address == self._address]
 
     def _make_exchange(self, kind: tuple[int, int, bool]) -> Exchange:
         config, env = self._config_of(kind), Env.read()
