@@ -105,6 +105,8 @@ def moe_a2a_dispatch(
 ) -> tuple[list[Tensor], int, Tensor | None]:
     """Send every token to the ranks that hold its experts, once per rank, on the current stream.
 
+    Followed by one combine, or by another dispatch, which ends the round without sums.
+
     Args:
         token_selected_experts: int32 or int64 `[n, top_k]`, global expert ids.
         input_payloads: 1 to 8 contiguous tensors `[n, *]`.

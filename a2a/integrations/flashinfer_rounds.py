@@ -153,13 +153,16 @@ class CallerRank:
         enable_rank_mask: bool,
         active_rank_mask: Tensor | None,
     ) -> tuple[int, tuple[int, ...]]:
-        """Launch one dispatch; where the combine area and the payloads lie in this rank's row."""
+        """Launch one dispatch; where the combine area and the payloads lie in this rank's row.
+
+        A round that was not combined ends first, on all ranks alike: its rows are lost.
+        """
         self._raise_recorded()
-        self._check_state("moe_a2a_dispatch", dispatched=False)
         kind = (top_k, num_experts, enable_rank_mask)
-        for each in self._ranks_here():
-            # What is allocated at all is allocated before any rank launches.
-            each._arguments_of(kind)
+        if kind not in self._arguments:
+            for each in self._ranks_here():
+                # What is allocated at all is allocated before any rank launches.
+                each._arguments_of(kind)
         arguments = self._arguments_of(kind)
         ids = arguments.topk_ids(topk_ids)
         if ids.shape[1] != top_k:
@@ -181,6 +184,9 @@ class CallerRank:
         reach = self.layout.reach_bytes
         offsets = self.layout.payload_offsets(widths)
         self._load(kind)
+        if self._round is not None:
+            self._combine_nothing(self._enter(self._round.kind, None), self._round.runtime_max_tokens_per_rank)
+            self._round = None
         exchange = self._enter(kind, words)
         if self._wants_empty_round(reach, self.layout.extent_bytes(widths)):
             self._play_empty_round(exchange, top_k)
@@ -212,15 +218,14 @@ class CallerRank:
     ) -> Tensor:
         """Launch the combine of the last dispatch; its output."""
         self._raise_recorded()
-        self._check_state("moe_a2a_combine", dispatched=True)
         this = self._round
-        wanted = (
-            None
-            if this is None
-            else (this.num_tokens, this.runtime_max_tokens_per_rank, this.kind[0], this.kind[2], this.combine_offset)
-        )
+        if this is None:
+            raise StateError(
+                rank=self.ep_rank, call="moe_a2a_combine", state="idle", change="call moe_a2a_dispatch first"
+            )
+        wanted = (this.num_tokens, this.runtime_max_tokens_per_rank, this.kind[0], this.kind[2], this.combine_offset)
         got = (num_tokens, runtime_max_tokens_per_rank, top_k, enable_rank_mask, combine_payload_offset)
-        if this is None or got != wanted:
+        if got != wanted:
             raise ShapeError(
                 what="local_num_tokens, runtime_max_tokens_per_rank, top_k, enable_rank_mask, combine_payload_offset",
                 got=got,
@@ -280,20 +285,24 @@ class CallerRank:
         rows = torch.empty((0, _EMPTY_ROW_BYTES), dtype=torch.uint8, device=device)
         start = self.layout.region("payloads").offset_bytes
         exchange.dispatch(self._dispatch_call(ids, [rows], [_EMPTY_ROW_BYTES], (start,), 1, None, enable_pdl=None))
+        self._combine_nothing(exchange, 1)
+
+    def _combine_nothing(self, exchange: Exchange, most: int) -> None:
+        """The combine of a round whose rows nobody wants."""
         ep, width = self.layout.config.ep_size, _EMPTY_ROW_BYTES // torch.bfloat16.itemsize
         offset = self.layout.combine_offset(_EMPTY_ROW_BYTES)
-        area = self._workspace[self.ep_rank, offset : offset + ep * _EMPTY_ROW_BYTES]
+        area = self._workspace[self.ep_rank, offset : offset + ep * most * _EMPTY_ROW_BYTES]
         exchange.combine(
             CombineCall(
                 context=0,
                 round=self._played,
                 attempt=1,
-                payload=area.view(torch.bfloat16).view(ep, 1, width),
+                payload=area.view(torch.bfloat16).view(ep, most, width),
                 payload_in_workspace=True,
-                runtime_max_tokens_per_rank=1,
+                runtime_max_tokens_per_rank=most,
                 num_tokens=0,
                 low_precision=False,
-                output=torch.empty((0, width), dtype=torch.bfloat16, device=device),
+                output=torch.empty((0, width), dtype=torch.bfloat16, device=self._workspace.device),
                 output_quantize=None,
                 output_scales=None,
                 scale_layout=ScaleLayout.LINEAR,
@@ -402,11 +411,6 @@ class CallerRank:
         return exchange
 
     # ---- checks ----------------------------------------------------------------------------------------------------
-
-    def _check_state(self, call: str, *, dispatched: bool) -> None:
-        if (self._round is not None) != dispatched:
-            state, change = ("idle", "moe_a2a_dispatch") if dispatched else ("dispatched", "moe_a2a_combine")
-            raise StateError(rank=self.ep_rank, call=call, state=state, change=f"call {change} first")
 
     def _check_address(self, blocks: Tensor, offset: int) -> None:
         address = self._workspace[self.ep_rank].data_ptr() + offset

@@ -219,6 +219,21 @@ def test_widths_that_grow_and_shrink() -> None:
         ranks.play(draw(ranks.case, seed), in_workspace=seed % 2 == 0)
 
 
+def test_dispatches_alone() -> None:
+    """Nothing is combined in between, as where only dispatch is measured; the last round is whole."""
+    case = Case(ep_size=4)
+    ranks = Ranks(case)
+    for seed in range(ROUNDS):
+        round = draw(case, seed)
+        receipts = round.receipts()
+        rows = [[each.cuda() for each in one.payloads] for one in round.inputs]
+        torch.cuda.synchronize()
+        for rank, (views, _, _) in enumerate(ranks.dispatch(round, rows)):
+            fi.moe_a2a_sanitize_expert_ids(views[IDS_PAYLOAD], ranks.workspace, ranks.metainfo[rank], rank, -1)
+            assert_receipt(receipts[rank], views)
+    ranks.play(draw(case, ROUNDS), in_workspace=True)
+
+
 def test_a_mask() -> None:
     case = Case(ep_size=4)
     ranks = Ranks(case)

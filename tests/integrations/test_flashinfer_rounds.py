@@ -177,8 +177,6 @@ def test_states(capturing: Any) -> None:
     with pytest.raises(StateError, match="moe_a2a_dispatch first"):
         combine(workspace, metainfo[0], 0)
     _, offset, _ = dispatch(workspace, metainfo[0])
-    with pytest.raises(StateError, match="moe_a2a_combine first"):
-        dispatch(workspace, metainfo[0])
     for wrong in ({"n": 2}, {"most": 5}):
         with pytest.raises(ShapeError, match="those of the dispatch"):
             combine(workspace, metainfo[0], offset, **wrong)
@@ -189,6 +187,17 @@ def test_states(capturing: Any) -> None:
     combine(workspace, metainfo[0], offset)
     with pytest.raises(StateError, match="moe_a2a_initialize"):
         dispatch(torch.zeros_like(workspace), metainfo[0])
+
+
+def test_a_dispatch_without_combine_ends_with_the_next(capturing: Any) -> None:
+    workspace, metainfo = made()
+    dispatch(workspace, metainfo[0], most=5)
+    dispatch(workspace, metainfo[0])
+    first, ended, second = launches(workspace)
+    assert isinstance(first, DispatchCall) and isinstance(second, DispatchCall)
+    assert isinstance(ended, CombineCall) and ended.num_tokens == 0
+    assert ended.runtime_max_tokens_per_rank == first.runtime_max_tokens_per_rank == 5
+    assert ended.payload.shape == (EP, 5, 1)
 
 
 def test_the_state_is_found_through_any_view_and_goes_with_the_memory(capturing: Any) -> None:
