@@ -52,6 +52,7 @@ DEFAULT_INVALID_ID: Final = -1
 
 _IDLE: Final = "idle"
 _DISPATCHED: Final = "dispatched"
+_RELEASED: Final = "released"
 _CLOSED: Final = "closed"
 _MAX_KEPT: Final = 64
 """Of each kind of thing made for a round, how many are kept for rounds like it."""
@@ -89,6 +90,7 @@ class _Shared:
     startup_timeout_s: float
     timeout_s: float
     closed: bool = False
+    released: bool = False
 
 
 class _Round(NamedTuple):
@@ -320,11 +322,11 @@ class RoundContext:
         """
         self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
         self._check_same_rows(runtime_max_tokens_per_rank)
-        key = ("combine payload", runtime_max_tokens_per_rank, hidden_size, dtype)
+        offset = self._shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
+        key = ("combine payload", offset, runtime_max_tokens_per_rank, hidden_size, dtype)
         view = self._views.get(key)
         if view is None:
             self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
-            offset = self._shared.layout.region("combine", self._index).offset_bytes
             view = self._remember(key, self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
         return view
 
@@ -428,8 +430,10 @@ class RoundContext:
 
     @property
     def state(self) -> str:
-        """"idle", "dispatched" or "closed"."""
-        return _CLOSED if self._shared.closed else self._state
+        """"idle", "dispatched", "released" or "closed"."""
+        if self._shared.closed or self._shared.released:
+            return _CLOSED if self._shared.closed else _RELEASED
+        return self._state
 
     @property
     def recv_counts(self) -> Tensor:
@@ -471,6 +475,8 @@ class RoundContext:
         """
         if not self._shared.config.enable_rank_mask:
             raise ConfigError(what="enable_rank_mask", got=False, wanted="True at construction to use rank_mask")
+        if self._shared.released:
+            raise StateError(rank=self.ep_rank, call="rank_mask", state=_RELEASED, change="call restore() first")
         return self._region("rank_mask").view(torch.uint64)
 
     # ---- identity --------------------------------------------------------------------------------------------------
@@ -534,6 +540,7 @@ class RoundContext:
                 _CLOSED: "build a new object",
                 _IDLE: "call dispatch first",
                 _DISPATCHED: "call combine first, or reset() on every rank",
+                _RELEASED: "call restore() on every rank",
             }[self.state]
             raise StateError(rank=self.ep_rank, call=verb, state=self.state, change=change)
 
@@ -640,7 +647,9 @@ class RoundContext:
         arguments, rows = self._shared.arguments, this.num_tokens
         arguments.check_combine_payload(payload, this.runtime_max_tokens_per_rank, low_precision)
         width = payload.shape[-1]
-        arguments.check_combine_width(combine_row_bytes(width, payload.dtype, low_precision), width, payload.dtype)
+        row_bytes = combine_row_bytes(width, payload.dtype, low_precision)
+        arguments.check_combine_width(row_bytes, width, payload.dtype)
+        self._shared.layout.combine_offset(row_bytes, self._index)
         quantize, out_width, out_dtype = arguments.output(
             output_dtype, output_scales, output_scalar_scale, sf_layout, payload, low_precision
         )
@@ -670,14 +679,16 @@ class RoundContext:
 
     def _check_in_workspace(self, blocks: Tensor) -> None:
         # Through the cache of views: slicing a tensor costs as much as all other checks of a combine.
-        region = self._views.get("combine area")
-        if region is None:
-            region = self._remember("combine area", self._region("combine"))
-        if blocks.data_ptr() != region.data_ptr():
+        mine = self._views.get("workspace")
+        if mine is None:
+            mine = self._remember("workspace", self._shared.transport.workspace[self.ep_rank])
+        row_bytes = blocks.shape[2] * blocks.dtype.itemsize
+        address = mine.data_ptr() + self._shared.layout.combine_offset(row_bytes, self._index)
+        if blocks.data_ptr() != address:
             raise ShapeError(
                 what="payload with payload_in_workspace=True",
                 got=f"address {blocks.data_ptr():#x}",
-                wanted=f"{region.data_ptr():#x}, the view of get_combine_payload_tensor_in_workspace",
+                wanted=f"{address:#x}, the view of get_combine_payload_tensor_in_workspace",
                 rank=self.ep_rank,
             )
 
@@ -711,7 +722,8 @@ class RoundContext:
 
     def _last_round(self, what: str) -> _Round:
         if self._round is None or self._shared.closed:
-            raise StateError(rank=self.ep_rank, call=what, state=self.state, change="call dispatch first")
+            change = "call restore() on every rank" if self.state == _RELEASED else "call dispatch first"
+            raise StateError(rank=self.ep_rank, call=what, state=self.state, change=change)
         return self._round
 
     def _region(self, name: str) -> Tensor:
@@ -863,7 +875,7 @@ class MoeAlltoAll(RoundContext):
 
     def _build(self, config: ExchangeConfig, startup_timeout_s: float, timeout_s: float) -> _Shared:
         chosen = transport_class(self._choice.name)
-        layout = WorkspaceLayout(config, chosen.control_regions(config))
+        layout = self._lay_out(config, chosen)
         placement = (
             Placement.contiguous(config.num_experts, config.ep_size)
             if config.placement is None
@@ -873,6 +885,9 @@ class MoeAlltoAll(RoundContext):
         moved.set_budgets(startup_timeout_s, timeout_s)
         arguments = Arguments(config, moved.workspace.device, moved.rank)
         return _Shared(config, layout, placement, moved, arguments, startup_timeout_s, timeout_s)
+
+    def _lay_out(self, config: ExchangeConfig, chosen: type[Transport]) -> WorkspaceLayout:
+        return WorkspaceLayout(config, chosen.control_regions(config))
 
     def _more_contexts(self, first: int) -> tuple[RoundContext, ...]:
         return tuple(RoundContext(self._shared, index) for index in range(first, self._shared.config.num_contexts))
@@ -962,6 +977,65 @@ class MoeAlltoAll(RoundContext):
         for context in self.contexts:
             context._start_over()
 
+    def release(self) -> None:
+        """Give the physical memory of the workspace back and keep its addresses. Collective, idempotent.
+
+        Only between rounds; waits for this rank's launched work. Until `restore`, every verb but `close` raises, and
+        views must not be touched: on GPUs nothing is mapped where they lie.
+
+        Raises:
+            StateError: a context of some rank is not idle; on every rank, nothing has changed.
+        """
+        shared = self._shared
+        if self.state == _RELEASED:
+            return
+        self._require_open("release")
+        problem: A2AError | None = None
+        try:
+            shared.transport.check()
+            for context in self.contexts:
+                context._require("release", _IDLE)
+        except A2AError as error:
+            problem = error
+        gather(self._comm, None, problem)
+        shared.transport.release(self._comm)
+        shared.released = True
+        for context in self.contexts:
+            # Views stay: the addresses are the same when the memory is back.
+            context._round = None
+
+    def restore(self, comm: object | None = None, *, timeout_s: float | None = None) -> None:
+        """Get memory at the same addresses again, zeroed, and start over as after `reset`. Collective, idempotent.
+
+        A graph that was captured before replays after.
+
+        Args:
+            comm: who the ranks are, where the communicator of construction is gone: as there, of the same ranks.
+            timeout_s: budget of each wait; None for the object's `startup_timeout_s`.
+
+        Raises:
+            ConfigError: a communicator of other ranks.
+            Unsupported: no memory, on every rank; `restore` may be called again.
+        """
+        shared = self._shared
+        if shared.closed:
+            self._require_open("restore")
+        if not shared.released:
+            return
+        budget_s = self.startup_timeout_s if timeout_s is None else timeout_s
+        ranks = self._comm if comm is None else resolve(comm, timeout_s=budget_s)
+        if (ranks.Get_rank(), ranks.Get_size()) != (self.ep_rank, self.ep_size):
+            raise ConfigError(
+                what="rank and size of comm",
+                got=(ranks.Get_rank(), ranks.Get_size()),
+                wanted=f"those of the object, {self.ep_rank} and {self.ep_size}",
+            )
+        shared.transport.restore(ranks, timeout_s=budget_s)
+        self._comm = ranks
+        shared.released = False
+        for context in self.contexts:
+            context._start_over()
+
     def ensure(self, **sizes: Any) -> bool:
         """Grow to the union of what this object holds and what any rank of its group asks for. Collective.
 
@@ -1031,8 +1105,9 @@ class MoeAlltoAll(RoundContext):
         self.close()
 
     def _require_open(self, verb: str) -> None:
-        if self._shared.closed:
-            raise StateError(rank=self.ep_rank, call=verb, state=_CLOSED, change="build a new object")
+        if self._shared.closed or self._shared.released:
+            change = "build a new object" if self._shared.closed else "call restore() on every rank"
+            raise StateError(rank=self.ep_rank, call=verb, state=self.state, change=change)
 
 
 def _keep(kept: dict[Hashable, _Kept], key: Hashable, made: _Kept) -> None:

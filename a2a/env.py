@@ -31,6 +31,9 @@ class Env:
         tuning: A2A_TUNING, a file that `a2a tune` wrote, taken instead of the shipped table of launch shapes; the same
             contents on every rank; default None.
         commit: A2A_COMMIT, commit of the code that runs, for reports from a copy that is no checkout; default None.
+        install_flashinfer: A2A_INSTALL_FLASHINFER, "1" to let engines that look for FlashInfer's exchange find this
+            package's from the start of the process on (see `a2a.integrations.flashinfer.install`), "shared" for the
+            same with `share_workspaces`; "0" counts as unset; default None.
     """
 
     startup_timeout_s: float = 300.0
@@ -39,6 +42,7 @@ class Env:
     local_store: str | None = None
     tuning: str | None = None
     commit: str | None = None
+    install_flashinfer: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
@@ -65,6 +69,7 @@ class Env:
             local_store=_text(given, "A2A_LOCAL_STORE"),
             tuning=_text(given, "A2A_TUNING"),
             commit=_text(given, "A2A_COMMIT"),
+            install_flashinfer=_one_of(given, "A2A_INSTALL_FLASHINFER", ("0", "1", "shared")),
         )
 
 
@@ -87,6 +92,14 @@ def default(variables: Mapping[str, str]) -> None:
 
 def _text(given: Mapping[str, str], name: str) -> str | None:
     return given[name].strip() if name in given else None
+
+
+def _one_of(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str | None:
+    """One of `allowed`, of which the first stands for nothing."""
+    value = given.get(name, allowed[0]).strip()
+    if value not in allowed:
+        raise ConfigError(what=name, got=given[name], wanted="one of " + ", ".join(allowed))
+    return None if value == allowed[0] else value
 
 
 def _seconds(given: Mapping[str, str], name: str, default: float) -> float:

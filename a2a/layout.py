@@ -18,6 +18,9 @@ from a2a.errors import ShapeError
 ALIGNMENT: Final = 128
 """Every region and every payload starts on a multiple of this, in bytes: one cache line pair, one NVLink flit group."""
 
+PAYLOAD_SLACK_BYTES: Final = (MAX_PAYLOADS - 1) * ALIGNMENT
+"""Each payload of a round but the first may lose up to 127 bytes to alignment."""
+
 
 def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """The smallest multiple of `alignment` that is at least `num_bytes`."""
@@ -81,13 +84,22 @@ class WorkspaceLayout:
         regions: list[Region] = []
         offset = 0
         for context in range(config.num_contexts):
-            for name, num_bytes in _context_regions(config, transport_regions):
+            for name, num_bytes in self._regions_of_context(transport_regions):
                 regions.append(Region(name, context, offset, num_bytes))
                 offset = align(offset + num_bytes)
         self.regions: tuple[Region, ...] = tuple(regions)
         self.num_bytes = offset
         self._by_key = {(region.name, region.context): region for region in regions}
         self._dispatch_bytes_per_token = config.dispatch_bytes_per_token
+
+    def _regions_of_context(self, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        config = self.config
+        rows = config.ep_size * config.max_num_tokens
+        return [
+            *_control_regions(config, transport_regions),
+            ("dispatch", align(rows * config.dispatch_bytes_per_token) + PAYLOAD_SLACK_BYTES),
+            ("combine", align(rows * config.combine_bytes_per_token)),
+        ]
 
     def region(self, name: str, context: int = 0) -> Region:
         """The region of that name in a context; `KeyError` if there is none."""
@@ -119,8 +131,97 @@ class WorkspaceLayout:
             offset += align(config.ep_size * config.max_num_tokens * width)
         return tuple(offsets)
 
+    def combine_offset(self, row_bytes: int, context: int = 0) -> int:
+        """Start of the combine area of rounds whose rows take `row_bytes` there: the same for all widths."""
+        return self.region("combine", context).offset_bytes
 
-def _context_regions(config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+
+class SharedAreaLayout(WorkspaceLayout):
+    """Layout of a workspace whose owner has said how many bytes it has, and not which are for dispatch.
+
+    Control regions come first, then one area "payloads": a round's payloads lie from its start on, as in a dispatch
+    area, and its combine rows before its end, `align128(ep * M * row_bytes)` of them. Both depend on this round's
+    widths and not on its token counts. The widest dispatch and the widest combine that were ever asked for must fit
+    side by side: a rank that is ahead writes rows of its next round while others still read combine rows of this one.
+
+    Args:
+        config: the exchange, whose byte sizes are but the most that a row may take.
+        transport_regions: as in `WorkspaceLayout`.
+        payload_bytes: what the owner has for rows; slack for the payloads' alignment is added.
+    """
+
+    def __init__(
+        self, config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]] = (), *, payload_bytes: int
+    ) -> None:
+        self._payload_bytes = payload_bytes
+        self._widest_dispatch_bytes = 0
+        self._widest_combine_bytes = 0
+        super().__init__(config, transport_regions)
+
+    def _regions_of_context(self, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        return [
+            *_control_regions(self.config, transport_regions),
+            ("payloads", align(self._payload_bytes) + PAYLOAD_SLACK_BYTES),
+        ]
+
+    def payload_offsets(self, row_bytes: Sequence[int], context: int = 0) -> tuple[int, ...]:
+        """As in `WorkspaceLayout`, from the start of the shared area."""
+        config = self.config
+        if not 1 <= len(row_bytes) <= MAX_PAYLOADS:
+            raise ShapeError(what="input_payloads", got=f"{len(row_bytes)} payloads", wanted=f"1 to {MAX_PAYLOADS}")
+        offset, offsets = self.region("payloads", context).offset_bytes, []
+        for width in row_bytes:
+            offsets.append(offset)
+            offset += align(config.ep_size * config.max_num_tokens * width)
+        widest = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
+        self._check_room("input_payloads", f"rows of {list(row_bytes)} bytes", widest, self._widest_combine_bytes)
+        self._widest_dispatch_bytes = widest
+        return tuple(offsets)
+
+    def extent_bytes(self, row_bytes: Sequence[int]) -> int:
+        """What payloads of these widths take of the shared area."""
+        rows = self.config.ep_size * self.config.max_num_tokens
+        return sum(align(rows * width) for width in row_bytes)
+
+    def combine_offset(self, row_bytes: int, context: int = 0) -> int:
+        """Start of the combine area of rounds whose rows take `row_bytes` there."""
+        num_bytes = self.extent_bytes((row_bytes,))
+        widest = max(self._widest_combine_bytes, num_bytes)
+        self._check_room("combine payload", f"rows of {row_bytes} bytes", self._widest_dispatch_bytes, widest)
+        self._widest_combine_bytes = widest
+        area = self.region("payloads", context)
+        return area.offset_bytes + align(area.num_bytes) - num_bytes
+
+    def _check_room(self, what: str, got: str, dispatch_bytes: int, combine_bytes: int) -> None:
+        most = align(self._payload_bytes) + PAYLOAD_SLACK_BYTES
+        if dispatch_bytes + combine_bytes > most:
+            raise ShapeError(
+                what=what,
+                got=f"{got}: the widest dispatch takes {dispatch_bytes} bytes and the widest combine {combine_bytes}",
+                wanted=f"at most the {most} bytes that the workspace has for both",
+                change="compute the workspace's size from the widest rows of all rounds",
+            )
+
+
+class GrowingDispatchLayout(SharedAreaLayout):
+    """As `SharedAreaLayout`, but that combine rows lie behind the widest dispatch so far.
+
+    For owners who must be told where they will lie before they say how wide they are. Their place changes with the
+    first round of a wider dispatch; whoever plays it must know that no rank reads at the old place any more.
+    """
+
+    @property
+    def reach_bytes(self) -> int:
+        """What the widest dispatch so far takes of the shared area."""
+        return self._widest_dispatch_bytes
+
+    def combine_offset(self, row_bytes: int, context: int = 0) -> int:
+        """Start of the combine area; `row_bytes` only says whether such rows have room there."""
+        super().combine_offset(row_bytes, context)
+        return self.region("payloads", context).offset_bytes + self._widest_dispatch_bytes
+
+
+def _control_regions(config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     ep, tokens, top_k = config.ep_size, config.max_num_tokens, config.top_k
     regions = [
         ("send_counts", 4 * ep),
@@ -135,9 +236,4 @@ def _context_regions(config: ExchangeConfig, transport_regions: Sequence[tuple[s
         regions.append(("row_valid", ep * tokens))
     if config.enable_rank_mask:
         regions.append(("rank_mask", 8 * -(-ep // 64)))
-    regions += transport_regions
-    # Each payload but the first may lose up to 127 bytes to alignment inside the dispatch area.
-    slack = (MAX_PAYLOADS - 1) * ALIGNMENT
-    regions.append(("dispatch", align(ep * tokens * config.dispatch_bytes_per_token) + slack))
-    regions.append(("combine", align(ep * tokens * config.combine_bytes_per_token)))
-    return regions
+    return [*regions, *transport_regions]

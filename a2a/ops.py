@@ -207,7 +207,8 @@ def _lent(view: Tensor) -> Tensor:
 
 def _is_combine_area(moe: MoeAlltoAll, context: int, payload: Tensor) -> bool:
     mine = moe.workspace.data_ptr() + moe.ep_rank * moe.workspace.stride(0)
-    return payload.data_ptr() == mine + moe.layout.region("combine", context).offset_bytes
+    row_bytes = payload.shape[-1] * payload.dtype.itemsize
+    return payload.data_ptr() == mine + moe.layout.combine_offset(row_bytes, context)
 
 
 def _dispatch(

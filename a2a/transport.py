@@ -202,6 +202,21 @@ class Transport(abc.ABC):
         """Collective: forget recorded errors and unfinished rounds of all contexts."""
 
     @abc.abstractmethod
+    def release(self, comm: Comm) -> None:
+        """Collective, between rounds: give the physical memory of all workspaces back; their addresses stay reserved.
+
+        Waits for this rank's launched work. No verb but `restore` and `close` is called until then.
+        """
+
+    @abc.abstractmethod
+    def restore(self, comm: Comm, *, timeout_s: float) -> None:
+        """Collective: zeroed memory at the same addresses again, and round numbers from 1 on, as after construction.
+
+        Raises:
+            Unsupported: on every rank, with every reason; nothing is mapped, and `restore` may be called again.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Say goodbye and let go; idempotent, waits for nobody. Views that are alive keep their memory."""
 

@@ -32,6 +32,7 @@ _LIBC.mmap.argtypes = (
     ctypes.c_long,
 )
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # Of the kernel's interface; the mmap module does not name them all.
 _PROT_NONE: Final = 0
@@ -83,6 +84,22 @@ def shared_workspaces(num_bytes: int, mesh: Mesh, *, timeout_s: float) -> Tensor
         for descriptor in descriptors.values():
             os.close(descriptor)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(mesh.size, stride)[:, :num_bytes]
+
+
+def drop_pages(workspaces: Tensor, rank: int) -> None:
+    """Give the pages of one rank's workspace back to the kernel; it reads as zeros, at the same addresses, from now on.
+
+    Args:
+        workspaces: of `shared_workspaces`.
+        rank: whose. The pages go for every process that maps them.
+
+    Raises:
+        Unsupported: the kernel refuses.
+    """
+    num_bytes = workspaces.stride(0)
+    if _LIBC.madvise(workspaces[rank].data_ptr(), num_bytes, mmap.MADV_REMOVE):
+        reason = os.strerror(ctypes.get_errno())
+        raise Unsupported(transport="host", reasons=(f"giving back {num_bytes} bytes is refused: {reason}",))
 
 
 def _memory_file(num_bytes: int) -> int:

@@ -44,7 +44,7 @@ from a2a.host.bells import (
     words,
 )
 from a2a.host.loops import fastest
-from a2a.host.memory import shared_workspaces
+from a2a.host.memory import drop_pages, shared_workspaces
 from a2a.layout import WorkspaceLayout, combine_row_bytes
 from a2a.placement import Placement
 from a2a.quant import dequantize_blocks, quantize_blocks, swizzle_scales
@@ -361,7 +361,7 @@ class HostTransport(Transport):
     def _sum(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
         size, width = call.payload.dtype.itemsize, call.payload.shape[2]
         block = call.runtime_max_tokens_per_rank * width
-        start = self._layout.region("combine", call.context).offset_bytes // size + self.rank * block
+        start = self._layout.combine_offset(width * size, call.context) // size + self.rank * block
         self._loops.sum_rows(self._words[call.payload.dtype], start, self._stride // size, slots, sums)
 
     def _sum_low_precision(self, call: CombineCall, slots: Tensor, sums: Tensor) -> None:
@@ -404,6 +404,25 @@ class HostTransport(Transport):
         self._mesh.reset(timeout_s=timeout_s, absent=masked)
         self._slots.clear()
         self._set_active([rank for rank in self._everyone.ranks if rank not in self._mesh.lost])
+
+    def release(self, comm: Comm) -> None:
+        # Nobody reads or writes any more once all are here.
+        comm.barrier()
+        self._drop_pages(comm)
+
+    def restore(self, comm: Comm, *, timeout_s: float) -> None:
+        # Whoever has touched a view meanwhile has made pages anew.
+        self._drop_pages(comm)
+        self.reset(timeout_s=timeout_s)
+        comm.barrier()
+
+    def _drop_pages(self, comm: Comm) -> None:
+        problem: A2AError | None = None
+        try:
+            drop_pages(self.workspace, self.rank)
+        except A2AError as error:
+            problem = error
+        gather(comm, None, problem)
 
     def close(self) -> None:
         self._mesh.close()
@@ -458,7 +477,7 @@ class HostTransport(Transport):
     def _combine_rows(self, call: CombineCall, rank: int, row_bytes: int) -> Tensor:
         """uint8 `[ep, R, row_bytes]`: a rank's combine area."""
         ep, most = self._config.ep_size, call.runtime_max_tokens_per_rank
-        start = self._layout.region("combine", call.context).offset_bytes
+        start = self._layout.combine_offset(row_bytes, call.context)
         return self._block(rank, start, ep * most, row_bytes).view(ep, most, row_bytes)
 
     def _active(self, context: int) -> Active:

@@ -67,3 +67,15 @@ def attribute(device: torch.device, name: str) -> int:
 def ordinal(device: torch.device) -> int:
     """The driver's ordinal of a torch device: both count what CUDA_VISIBLE_DEVICES shows."""
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def device_of_address(address: int) -> int:
+    """Ordinal of the GPU on which the memory at an address lies, also memory mapped from another process.
+
+    The calling thread has a context.
+
+    Raises:
+        Unsupported: the address is no GPU's.
+    """
+    key = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(checked("cuPointerGetAttribute(DEVICE_ORDINAL)", cu.cuPointerGetAttribute(key, address)))

@@ -248,11 +248,13 @@ class Exchange:
         params = kernel.parameters
         row_bytes = payload.shape[2] * payload.dtype.itemsize
         staged = quantizes or not call.payload_in_workspace
-        shape = (call.num_tokens, most, width, row_bytes, staged, quantizes, output.dtype)
+        offset = self._layout.combine_offset(row_bytes, call.context)
+        shape = (call.num_tokens, most, width, row_bytes, offset, staged, quantizes, output.dtype)
         prepared = (call.context, call.num_sms, shape)
         if kernel.prepared != prepared:
             kernel.prepared = None
             self._offsets(params, _COMBINE_OFFSETS, call.context)
+            params.combine_offset = offset
             params.row_pitch = row_bytes
             params.scaled = int(quantizes)
             params.num_tokens = call.num_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import secrets
 from collections.abc import Sequence
@@ -61,30 +62,62 @@ class SymmetricMemory:
             self.handle_type = "fabric" if _all_share_fabric(device, comm) else "posix"
             kind = _FABRIC if self.handle_type == "fabric" else _POSIX
             self.stride_bytes = 0
-            own: Any = None
-            exported: Any = None
             reason = None
             try:
                 granularity = _granularity(device, kind)
                 self.stride_bytes = -(-num_bytes // granularity) * granularity
-                own = _create(device, kind, self.stride_bytes)
-                exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
             except Unsupported as error:
                 reason = error.reasons[0]
+            _agree(comm, reason)
             mapping = _Mapping(device, self.stride_bytes, self.size)
-            mapping.handles[self.rank] = own
-            with contextlib.ExitStack() as opened:
-                if kind == _POSIX and exported is not None:
-                    opened.callback(os.close, exported)
-                _agree(comm, reason)
-                if kind == _FABRIC:
-                    self._import_fabric(mapping, bytes(exported.data), comm)
-                else:
-                    self._import_posix(mapping, exported, comm, mesh, timeout_s)
+            self._obtain(mapping, comm, mesh, timeout_s)
             _agree(comm, _reason_of(mapping.map))
             self.address = mapping.address
             self.tensor = _tensor(mapping)
+            self._mapping = mapping
             self._zero_and_prove(comm)
+
+    def release(self) -> None:
+        """Unmap all ranks' memory and give this rank's part of it back; the addresses stay reserved. Idempotent.
+
+        The memory is free once every rank has done so. The caller sees to it that no work uses it.
+        """
+        with on_device(self.device):
+            self._mapping.unmap()
+
+    def restore(self, comm: Comm, mesh: Mesh, *, timeout_s: float) -> None:
+        """New memory, zero and proved, at the same addresses on every rank. Collective, after `release` on every rank.
+
+        Raises:
+            Unsupported: as the constructor; nothing is mapped then.
+        """
+        with on_device(self.device):
+            try:
+                self._obtain(self._mapping, comm, mesh, timeout_s)
+                _agree(comm, _reason_of(self._mapping.map))
+                self._zero_and_prove(comm)
+            except BaseException:
+                self._mapping.unmap()
+                raise
+
+    def _obtain(self, mapping: _Mapping, comm: Comm, mesh: Mesh, timeout_s: float) -> None:
+        """Create this rank's memory and import everyone else's into the mapping's handles. Collective."""
+        kind = _FABRIC if self.handle_type == "fabric" else _POSIX
+        exported: Any = None
+        reason = None
+        try:
+            own = mapping.handles[self.rank] = _create(self.device, kind, self.stride_bytes)
+            exported = checked("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(own, kind, 0))
+        except Unsupported as error:
+            reason = error.reasons[0]
+        with contextlib.ExitStack() as opened:
+            if kind == _POSIX and exported is not None:
+                opened.callback(os.close, exported)
+            _agree(comm, reason)
+            if kind == _FABRIC:
+                self._import_fabric(mapping, bytes(exported.data), comm)
+            else:
+                self._import_posix(mapping, exported, comm, mesh, timeout_s)
 
     def _import_fabric(self, mapping: _Mapping, exported: bytes, comm: Comm) -> None:
         reasons = []
@@ -162,11 +195,9 @@ class _Mapping:
     def map(self) -> None:
         """Map every handle at its place, readable and writable from this rank's GPU."""
         alignment = 0
-        self.address = int(
-            checked(
-                f"cuMemAddressReserve({self.num_bytes} bytes)", cu.cuMemAddressReserve(self.num_bytes, alignment, 0, 0)
-            )
-        )
+        if not self.address:
+            reserved = cu.cuMemAddressReserve(self.num_bytes, alignment, 0, 0)
+            self.address = int(checked(f"cuMemAddressReserve({self.num_bytes} bytes)", reserved))
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal(self.device)
@@ -176,6 +207,16 @@ class _Mapping:
             checked(f"cuMemMap(memory of rank {rank})", cu.cuMemMap(place, self.stride_bytes, 0, handle, 0))
             self._mapped.append(place)
             checked(f"cuMemSetAccess(memory of rank {rank})", cu.cuMemSetAccess(place, self.stride_bytes, [access], 1))
+
+    def unmap(self) -> None:
+        """Give up all memory, keep the addresses. Nothing uses them any more, says the caller."""
+        while self._mapped:
+            checked("cuMemUnmap", cu.cuMemUnmap(self._mapped[-1], self.stride_bytes))
+            self._mapped.pop()
+        for rank, handle in enumerate(self.handles):
+            if handle is not None:
+                self.handles[rank] = None
+                checked("cuMemRelease", cu.cuMemRelease(handle))
 
     def __del__(self) -> None:
         if not self.address and not any(handle is not None for handle in self.handles):
@@ -351,3 +392,17 @@ def _tensor(mapping: Any) -> Tensor:
     capsule = new(ctypes.addressof(managed), b"dltensor", None)
     tensor: Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Memory that somebody else owns."""
+
+    address: int
+    shape: tuple[int, int]
+    device: torch.device
+
+
+def tensor_at(address: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """uint8 tensor of `shape` at an address, which does not keep the memory alive."""
+    return _tensor(_Place(address, shape, device))

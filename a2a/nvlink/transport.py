@@ -358,6 +358,36 @@ class NvlinkTransport(Transport):
         finally:
             self._starting_over = False
 
+    def release(self, comm: Comm) -> None:
+        # The thread reads masks, which lie in the memory that goes.
+        with self._looking:
+            self._starting_over = True
+        # Replays of captured graphs may be on any stream.
+        torch.cuda.synchronize(self.workspace.device)
+        comm.barrier()
+        problem: A2AError | None = None
+        try:
+            self._memory.release()
+        except Unsupported as error:
+            problem = error
+        try:
+            # Also the barrier after which the memory of all is free.
+            gather(comm, None, problem)
+        except A2AError:
+            self._starting_over = False
+            raise
+
+    def restore(self, comm: Comm, *, timeout_s: float) -> None:
+        self._memory.restore(comm, self._mesh, timeout_s=timeout_s)
+        self._mesh.reset(timeout_s=timeout_s)
+        self._base = [0] * self._config.num_contexts
+        self._exchange.start_over(self._base)
+        self._launched.clear()
+        self._told.clear()
+        self._set_all_active()
+        comm.barrier()
+        self._starting_over = False
+
     def _end_launched_work(self, deadline: float) -> None:
         """Wait for the launched work; end its waits where a failure is known or time runs out."""
         exchange, mesh = self._exchange, self._mesh

@@ -27,6 +27,17 @@ def test_bad_seconds(text):
         Env.read({"A2A_TIMEOUT_S": text})
 
 
+@pytest.mark.parametrize(("text", "read"), [("1", "1"), ("0", None), ("", None), (" 1 ", "1"), ("shared", "shared")])
+def test_switch(text, read):
+    assert Env.read({"A2A_INSTALL_FLASHINFER": text}).install_flashinfer == read
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "true"])
+def test_bad_switch(text):
+    with pytest.raises(ConfigError, match="A2A_INSTALL_FLASHINFER"):
+        Env.read({"A2A_INSTALL_FLASHINFER": text})
+
+
 def test_unknown_variable_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"A2A_TIMEOUT(?!_).*A2A_TIMEOUT_S.*"):
         Env.read({"A2A_TIMEOUT": "1"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import random
 from types import SimpleNamespace
@@ -243,15 +244,14 @@ def test_whole_words_are_decided_by_the_size_of_the_round() -> None:
     used, seen = exchange()
     rows, ids = ROWS[torch.bfloat16][:1], IDS[torch.int32][:1]
     offsets = LAYOUT.payload_offsets([512, 16], 0)
-    call = dataclasses.replace(
-        dispatch_call(random.Random(1)),
+    call = dispatch_call(random.Random(1))._replace(
         topk_ids=ids,
         payloads=(Payload(rows, 512, offsets[0], None), Payload(ids, 16, offsets[1], None)),
         quantize=None,
         num_sms=None,
     )
     for most in (1, 512, 1, 512):
-        used.dispatch(dataclasses.replace(call, runtime_max_tokens_per_rank=most))
+        used.dispatch(call._replace(runtime_max_tokens_per_rank=most))
     assert [launch[0] for launch in seen] == ["dispatch_small_words", "dispatch_small_bytes"] * 2
     assert all(_covers_a_row(*launch) for launch in seen if "small_words" in launch[0])
 
