@@ -1,0 +1,285 @@
+"""A MoE layer as vLLM drives it, on the host transport: prepare, identity experts, finalize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm_shapes import (
+    ActivationFormat,
+    All2AllManagerBase,
+    Forward,
+    FusedMoEPrepareAndFinalizeModular,
+    QuantConfig,
+    WeightAndReduce,
+)
+
+from a2a.errors import ConfigError, ShapeError, StateError
+from a2a.integrations.rows import RowFormat
+from a2a.integrations.vllm import dispatch_layout, manager_class, prepare_finalize_class, row_format
+from a2a.placement import Placement
+from a2a.quant import ScaleLayout, unswizzle_scales
+
+NUM_RANKS, TOP_K, NUM_EXPERTS, MOST = 4, 3, 10, 6
+HALF_STEP = 2.0**-4
+"""Half a unit of e4m3's 3-bit mantissa, relative."""
+HALF_GRID = (1 + HALF_STEP) / 6
+"""Half the widest gap of e2m1 (4 to 6) with a scale of amax / 6 rounded to e4m3, relative to amax."""
+
+FP8 = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
+LAYERS: dict[str, tuple[int, Any, bool]] = {
+    "none": (160, None, False),
+    "bf16": (96, QuantConfig(), False),
+    "deferred": (160, QuantConfig("nvfp4"), True),
+    "nvfp4": (160, QuantConfig("nvfp4", a1_gscale=torch.tensor([37.0])), False),
+    "nvfp4 in tiles": (64, QuantConfig("nvfp4", is_scale_swizzled=True), False),
+    "mxfp8": (160, QuantConfig("mxfp8"), False),
+    "mxfp8 padded": (160, QuantConfig("mxfp8", mx_alignment=128), False),
+    "mxfp8 padded to 256": (288, QuantConfig("mxfp8", mx_alignment=256), False),
+    "fp8 block": (256, QuantConfig(**FP8), False),
+}
+"""Width, quantisation, whether the experts quantise: layers of one model, in the order in which it is built."""
+
+COUNTS = {"uneven": (5, 1, 6, 3), "empty rank": (4, 0, 2, 6), "one token": (0, 0, 0, 1), "no tokens": (0, 0, 0, 0)}
+
+
+def build(comm: Any, forward: Forward, layers: dict[str, tuple[int, Any, bool]], **more: Any) -> dict[str, Any]:
+    """All layers, on one manager, as the engine builds them."""
+    engine = forward.engine(**more)
+    forward.manager = manager_class(All2AllManagerBase, lambda: engine)(comm)
+    layer_class = prepare_finalize_class(FusedMoEPrepareAndFinalizeModular, lambda: engine)
+    built = {}
+    for name, (hidden, quant, deferred) in layers.items():
+        layout = dispatch_layout(hidden, quant, torch.bfloat16 if deferred else None)
+        built[name] = layer_class(
+            max_num_tokens=MOST, top_k=TOP_K, num_experts=NUM_EXPERTS, hidden_size=hidden, num_dispatchers=NUM_RANKS,
+            dispatch_format=layout.dispatch_format,
+        )  # fmt: skip
+    return built
+
+
+def tokens(rank: int, n: int, hidden: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    rows = torch.randn((n, hidden), generator=generator) * torch.rand((n, 1), generator=generator).exp()
+    ids = torch.randint(-1, NUM_EXPERTS, (n, TOP_K), generator=generator, dtype=torch.int32)
+    return rows.bfloat16(), torch.rand((n, TOP_K), generator=generator), ids
+
+
+def distinct_ranks(ids: Tensor) -> Tensor:
+    ranks = Placement.contiguous(NUM_EXPERTS, NUM_RANKS).table
+    table = torch.as_tensor(ranks)
+    return torch.tensor([len({int(table[each]) for each in row if each >= 0}) for row in ids], dtype=torch.float32)
+
+
+def values(form: RowFormat, received: Tensor, scales: Tensor | None, hidden: int, quant: Any) -> Tensor:
+    """What the received bytes stand for: what identity experts give back."""
+    if scales is None:
+        return received
+    if form.name == "nvfp4" and quant.is_scale_swizzled:
+        cols = form.wire.scales_width(hidden)
+        scales = unswizzle_scales(scales, ScaleLayout.SWIZZLED_128X4, received.shape[0], cols)
+    scale = {"global_scale": quant.a1_gscale} if form.name == "nvfp4" else {}
+    return form.wire.dequantize(received, scales, hidden_size=hidden, dtype=torch.bfloat16, **scale)
+
+
+def assert_within(form: RowFormat, got: Tensor, hidden: Tensor, times: Tensor) -> None:
+    exact = hidden.float() * times[:, None]
+    error = (got.float() - exact).abs()
+    if form.name == "bf16":
+        assert torch.equal(got, exact.bfloat16()), "bf16 is bit-exact"
+        return
+    rounding = exact.abs() * 2.0**-8 * 2
+    if form.name == "nvfp4":
+        amax = hidden.float().abs().unflatten(1, (-1, 16)).amax(2).repeat_interleave(16, dim=1)
+        allowed = amax * times[:, None] * HALF_GRID
+    else:
+        block = form.wire.block
+        padded = torch.nn.functional.pad(hidden.float().abs(), (0, -hidden.shape[1] % block))
+        amax = padded.unflatten(1, (-1, block)).amax(2).repeat_interleave(block, dim=1)[:, : hidden.shape[1]]
+        # Below the smallest normal e4m3 the step is 2**-9 of a scale of at most 2 * amax / 448.
+        allowed = exact.abs() * HALF_STEP + amax * times[:, None] * (2 / 448 * 2.0**-10)
+    assert (error <= allowed + rounding).all(), f"{form}: off by {(error - allowed - rounding).max()}"
+
+
+def play(forward: Forward, layer: Any, rank: int, counts: Any, spec: Any, *, in_place: bool, seed: int = 0) -> None:
+    hidden, quant, deferred = spec
+    n, most = counts[rank], max(1, *counts)
+    forward.sizes = counts
+    rows, weights, ids = tokens(rank, n, hidden, seed)
+    before = rows.clone()
+    form = row_format(quant, defer_input_quant=deferred)
+    got, scales, counts_per_expert, got_ids, got_weights = layer.prepare(
+        rows, weights, ids, NUM_EXPERTS, None, False, quant, deferred
+    )
+    assert torch.equal(rows, before) and counts_per_expert is None
+    assert got.shape[0] == got_ids.shape[0] == got_weights.shape[0] == NUM_RANKS * most
+    assert got_ids.dtype == torch.int32 and got_ids.shape[1] == TOP_K and got_weights.dtype == torch.float32
+    assert (scales is None) == (form.name == "bf16")
+    made = values(form, got, scales, hidden, quant)
+    moe = forward.manager.moe_alltoall
+    filled = torch.arange(most)[None, :] < moe.recv_counts[:, None]
+    assert (got_ids.view(NUM_RANKS, most, TOP_K)[~filled] == -1).all(), "slots that no token fills go nowhere"
+    # Rows of no token are garbage and must never show.
+    made = torch.where(filled.flatten()[:, None], made, float("nan"))
+    if in_place:
+        area = layer.allocate_fused_expert_output(tuple(made.shape), made.dtype, made.device, None)
+        assert area is not None
+        made = area.copy_(made)
+    output = torch.full_like(rows, 7.0)
+    layer.finalize(output, made, got_weights, got_ids, False, None)
+    times = distinct_ranks(ids)
+    assert_within(form, output, before, times)
+
+
+def every_layer(comm: Any, counts: tuple[int, ...]) -> list[int]:
+    forward = Forward()
+    layers = build(comm, forward, LAYERS)
+    before = forward.manager.moe_alltoall.config
+    for name, layer in layers.items():
+        for in_place in (True, False):
+            play(forward, layer, comm.Get_rank(), counts, LAYERS[name], in_place=in_place, seed=len(name))
+    assert forward.manager.moe_alltoall.config == before
+    forward.manager.destroy()
+    return [before.hidden_size, before.max_num_tokens, before.dispatch_bytes_per_token]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_every_format_gives_back_each_token_once_per_rank_of_its_experts(
+    run_ranks: Any, counts: tuple[int, ...]
+) -> None:
+    for hidden, tokens_, row in run_ranks(every_layer, NUM_RANKS, counts):
+        widest = 512 + 512 // 32  # of 288 elements, padded to 256
+        assert (hidden, tokens_) == (288, MOST) and row >= widest + 8 * TOP_K
+
+
+def first_words(comm: Any) -> tuple[Any, ...]:
+    forward = Forward()
+    layer = build(comm, forward, {"bf16": LAYERS["bf16"]})["bf16"]
+    manager = forward.manager
+    assert isinstance(layer, FusedMoEPrepareAndFinalizeModular) and isinstance(manager, All2AllManagerBase)
+    assert layer.activation_format is ActivationFormat.Standard
+    assert layer.topk_indices_dtype() == torch.int32 and layer.max_num_tokens_per_rank() is None
+    assert layer.num_dispatchers() == NUM_RANKS and layer.output_is_reduced() and not layer.supports_async()
+    assert manager.initialized and manager.get_handle({}) is manager and manager.world_size == NUM_RANKS
+    first = manager.moe_alltoall.workspace_size_per_rank
+    manager.initialize(max_num_tokens=2, top_k=2, num_experts=NUM_EXPERTS, hidden_size=64)
+    assert manager.moe_alltoall.workspace_size_per_rank == first, "never shrinks"
+    manager.initialize(2 * MOST, TOP_K + 1, NUM_EXPERTS, 64, x_bytes_per_token=32, x_sf_bytes_per_token=4)
+    config = manager.moe_alltoall.config
+    assert (config.max_num_tokens, config.top_k, config.hidden_size) == (2 * MOST, TOP_K + 1, 96)
+    with pytest.raises(ConfigError, match="num_experts"):
+        manager.initialize(MOST, TOP_K, NUM_EXPERTS + 1, 64)
+    # The class of releases up to 0.32 calls the manager's exchange itself.
+    rows, weights, ids = tokens(comm.Get_rank(), 3, 96)
+    views = manager.moe_alltoall.dispatch(
+        token_selected_experts=ids, input_payloads=[rows, ids, weights], runtime_max_tokens_per_rank=3,
+        invalid_token_expert_id=-1, expert_id_payload_index=1,
+    )  # fmt: skip
+    output = torch.empty_like(rows)
+    manager.combine_into(payload=views[0].clone(), runtime_max_tokens_per_rank=3, output=output)
+    assert torch.equal(output, (rows.float() * distinct_ranks(ids)[:, None]).bfloat16())
+    manager.cleanup()
+    assert not manager.initialized
+    with pytest.raises(StateError, match="not built"):
+        manager.moe_alltoall.dispatch(ids, [rows], 3)
+    manager.initialize(MOST, TOP_K, NUM_EXPERTS, 64)
+    manager.destroy()
+    return config.max_num_tokens, config.top_k
+
+
+def test_the_manager_grows_to_the_union_and_tells_what_vllm_asks(run_ranks: Any) -> None:
+    assert run_ranks(first_words, NUM_RANKS) == [(2 * MOST, TOP_K + 1)] * NUM_RANKS
+
+
+def two_micro_batches(comm: Any) -> int:
+    forward = Forward(num_micro_batches=2)
+    spec = LAYERS["bf16"]
+    layer = build(comm, forward, {"bf16": spec})["bf16"]
+    assert layer.supports_async() and layer.supports_dbo()
+    rank, hidden = comm.Get_rank(), spec[0]
+    forward.sizes = sizes = (2, 0, 5, 1)
+    kept: list[tuple[Tensor, Tensor, Any]] = []
+    for micro_batch in (0, 1):
+        forward.micro_batch = micro_batch
+        rows, weights, ids = tokens(rank, sizes[rank], hidden, seed=micro_batch)
+        kept.append((rows, ids, layer.prepare_async(rows, weights, ids, NUM_EXPERTS, None, False, None, False)))
+    for micro_batch in (0, 1):
+        forward.micro_batch = micro_batch
+        rows, ids, receive = kept[micro_batch]
+        got, _, _, got_ids, got_weights = receive()
+        output = torch.empty_like(rows)
+        done = layer.finalize_async(output, got.clone(), got_weights, got_ids, False, None)
+        assert done() is None
+        assert torch.equal(output, (rows.float() * distinct_ranks(ids)[:, None]).bfloat16())
+    forward.manager.destroy()
+    return forward.regions
+
+
+def test_two_micro_batches_are_in_flight_in_contexts_of_their_own(run_ranks: Any) -> None:
+    assert run_ranks(two_micro_batches, NUM_RANKS) == [4] * NUM_RANKS
+
+
+def experts_that_pad_and_experts_that_leave_the_sum(comm: Any) -> None:
+    forward = Forward()
+    layer = build(comm, forward, {"bf16": LAYERS["bf16"]})["bf16"]
+    rank, hidden = comm.Get_rank(), LAYERS["bf16"][0]
+    forward.sizes = (3,) * NUM_RANKS
+    rows, weights, ids = tokens(rank, 3, hidden)
+    wanted = (rows.float() * distinct_ranks(ids)[:, None]).bfloat16()
+
+    got, *_, got_ids, got_weights = layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    padded = torch.nn.functional.pad(got, (0, 32), value=9.0)
+    area = layer.allocate_fused_expert_output(tuple(padded.shape), padded.dtype, padded.device, None)
+    assert area is None, "wider than what comes back"
+    output = torch.empty_like(rows)
+    layer.finalize(output, padded, got_weights, got_ids, False, None)
+    assert torch.equal(output, wanted)
+
+    got, *_, got_ids, got_weights = layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    each = got[:, None, :].expand(-1, TOP_K, -1) / TOP_K
+    output = torch.empty(rows.shape, dtype=torch.float32)
+    layer.finalize(output, each.contiguous(), torch.ones_like(got_weights), got_ids, False, WeightAndReduce())
+    assert torch.allclose(output, rows.float() * distinct_ranks(ids)[:, None], rtol=2**-6)
+
+    layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    with pytest.raises(ShapeError, match="at least 96"):
+        layer.finalize(torch.empty_like(rows), got[:, :64].contiguous(), got_weights, got_ids, False, None)
+    forward.manager.moe_alltoall.reset()
+
+    alone = ids[:, :1].contiguous()
+    got, *_, got_ids, got_weights = layer.prepare(
+        rows, weights[:, :1], alone, NUM_EXPERTS, None, apply_router_weight_on_input=True, quant_config=None
+    )
+    output = torch.empty_like(rows)
+    layer.finalize(output, got.clone(), got_weights, got_ids, True, None)
+    assert torch.equal(output, rows * weights[:, :1].bfloat16() * distinct_ranks(alone)[:, None].bfloat16())
+    with pytest.raises(ConfigError, match="top_k = 1"):
+        layer.prepare(rows, weights, ids, NUM_EXPERTS, None, True, None)
+    with pytest.raises(ConfigError, match=r"mxfp6.*'nvfp4', 'mxfp8'.*block_shape"):
+        layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, QuantConfig("mxfp6_e3m2"))
+    forward.manager.destroy()
+
+
+def test_what_experts_may_give_back(run_ranks: Any) -> None:
+    run_ranks(experts_that_pad_and_experts_that_leave_the_sum, NUM_RANKS)
+
+
+def low_precision(comm: Any) -> None:
+    forward = Forward()
+    layer = build(comm, forward, {"bf16": LAYERS["bf16"]}, low_precision_combine=True)["bf16"]
+    forward.sizes = (3,) * NUM_RANKS
+    rows, weights, ids = tokens(comm.Get_rank(), 3, 96)
+    got, *_, got_ids, got_weights = layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    assert layer.allocate_fused_expert_output(tuple(got.shape), got.dtype, got.device, None) is None
+    output = torch.empty_like(rows)
+    layer.finalize(output, got.clone(), got_weights, got_ids, False, None)
+    exact = rows.float() * distinct_ranks(ids)[:, None]
+    assert not torch.equal(output, exact.bfloat16())
+    assert ((output.float() - exact).abs() <= exact.abs() * (HALF_STEP + 2**-8) + 2**-10).all()
+    forward.manager.destroy()
+
+
+def test_an_eight_bit_combine_wire(run_ranks: Any) -> None:
+    run_ranks(low_precision, NUM_RANKS)
