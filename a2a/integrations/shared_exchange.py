@@ -32,6 +32,7 @@ class SharedExchange:
         self._name = name
         self._options = options
         self._moe: MoeAlltoAll | None = None
+        self._num_holders = 0
 
     @property
     def is_built(self) -> bool:
@@ -52,7 +53,14 @@ class SharedExchange:
         return self._moe
 
     def grow(
-        self, *, max_num_tokens: int, top_k: int, num_experts: int, hidden_size: int, row_bytes_per_token: int
+        self,
+        *,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden_size: int,
+        row_bytes_per_token: int,
+        **capacities: int,
     ) -> MoeAlltoAll:
         """Make room for one more layer. Collective.
 
@@ -60,6 +68,7 @@ class SharedExchange:
             max_num_tokens, top_k, num_experts: of the layer; all layers must have the same `num_experts`.
             hidden_size: elements of a row that comes back, without padding.
             row_bytes_per_token: bytes of a row that is sent, with its scales and padding.
+            **capacities: further sizes of `MoeAlltoAll.ensure` that grow.
 
         Raises:
             ConfigError, MismatchError: as `MoeAlltoAll` and its `ensure`; on every rank.
@@ -70,6 +79,7 @@ class SharedExchange:
             "top_k": top_k,
             "num_experts": num_experts,
             "hidden_size": hidden_size,
+            **capacities,
         }
         if torch.cuda.is_available():
             # The workspace is no memory of the caching allocator: what that holds idle may be what is missing.
@@ -91,6 +101,16 @@ class SharedExchange:
             moe, self._moe = self._moe, None
             moe.close()
 
+    def hold(self) -> None:
+        """Count one more holder, who will call `release`."""
+        self._num_holders += 1
+
+    def release(self) -> None:
+        """Count one holder less; the last one closes the exchange."""
+        self._num_holders -= 1
+        if self._num_holders <= 0:
+            self.close()
+
     def _check_memory(self, moe: MoeAlltoAll) -> None:
         # Asked for by name, host memory is no surprise.
         if not torch.cuda.is_available() or moe.workspace.is_cuda or Env.read().transport is not None:
@@ -98,6 +118,30 @@ class SharedExchange:
         choice = moe.transport_choice
         self.close()
         raise Unsupported(transport=choice.name, reasons=("it carries no CUDA tensors", *choice.why))
+
+
+class Exchanges:
+    """The exchanges that the layers of one process share: one for each group and purpose.
+
+    Layers whose rounds may be in flight side by side must not share one.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[object, str, SharedExchange]] = []
+
+    def of(self, group: object, purpose: str, **options: Any) -> SharedExchange:
+        """The exchange of a group and purpose, by the identity of the group; `options` build it if it is new."""
+        for each, known, exchange in self._held:
+            if each is group and known == purpose:
+                return exchange
+        made = SharedExchange(group, name=purpose, **options)
+        self._held.append((group, purpose, made))
+        return made
+
+    def close(self) -> None:
+        """Let go of all; idempotent."""
+        for _, _, exchange in self._held:
+            exchange.close()
 
 
 def _row(hidden_size: int, row_bytes_per_token: int) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""The adapters against an installed vLLM: its own base classes and modular kernel, without a GPU.
+
+Too heavy for CI. In an environment of its own: vLLM without its dependencies, a CPU build of torch, and the small
+Python packages that an import of its MoE modules names one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from a2a.placement import Placement
+
+KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
+TOP_K, NUM_EXPERTS, HIDDEN = 2, 5, 96
+COUNTS = ((3, 5), (4, 0), (0, 0), (1, 1))
+
+
+@pytest.fixture(scope="module")
+def vllm() -> str:
+    """Skips, saying what is missing, unless vLLM's MoE modules can be imported."""
+    try:
+        importlib.import_module(KERNEL)
+        return str(importlib.import_module("vllm").__version__)
+    except ImportError as error:
+        pytest.skip(f"vLLM's MoE modules cannot be imported here: {error}")
+
+
+def tokens(rank: int, n: int, hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(17 + rank)
+    rows = torch.randn((n, hidden), generator=generator).bfloat16()
+    ids = torch.randint(0, NUM_EXPERTS, (n, TOP_K), generator=generator, dtype=torch.int32)
+    return rows, torch.rand((n, TOP_K), generator=generator), ids
+
+
+def times_of(ids: Tensor) -> Tensor:
+    table = torch.as_tensor(Placement.contiguous(NUM_EXPERTS, 2).table)
+    return torch.tensor([len({int(table[each]) for each in row}) for row in ids], dtype=torch.float32)[:, None]
+
+
+def stand_in_for_the_engine(comm: Any, store: str) -> Any:
+    """The least of a running engine: groups, forward context, configuration. Returns what sets the ranks' counts."""
+    import vllm.config.vllm as config
+    import vllm.distributed.parallel_state as groups
+    import vllm.forward_context as forward
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    config._current_vllm_config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(num_ubatches=1))
+    groups._DP = types.SimpleNamespace(rank_in_group=rank, world_size=size)
+    groups._TP = types.SimpleNamespace(rank_in_group=0, world_size=1)
+    groups._EP = types.SimpleNamespace(device_communicator=types.SimpleNamespace(all2all_manager=None))
+
+    def set_sizes(counts: tuple[int, ...]) -> None:
+        metadata = forward.DPMetadata(torch.tensor(counts), local_sizes=list(counts))
+        forward._forward_context = types.SimpleNamespace(dp_metadata=metadata)
+
+    return set_sizes
+
+
+def play(kernel: Any, rank: int, counts: tuple[int, ...]) -> None:
+    """One layer through the modular kernel's own prepare and finalize, with experts that give back what they get."""
+    rows, weights, ids = tokens(rank, counts[rank])
+    got, scales, meta, got_ids, got_weights = kernel._prepare(rows, weights, ids, NUM_EXPERTS, None, False)
+    most = max(counts)
+    assert got.shape == (2 * max(1, most), HIDDEN) and scales is None and meta is None
+    assert got_ids.dtype == torch.int32 and got_ids.shape == got_weights.shape == (got.shape[0], TOP_K)
+    output = torch.full_like(rows, 3.0)
+    same = kernel._finalize(output, got.clone(), rows, got_weights, got_ids, False, None, None)
+    assert same is output and torch.equal(output, (rows.float() * times_of(ids)).bfloat16())
+
+
+def through_the_plugin(comm: Any, store: str) -> list[str]:
+    from a2a.integrations import vllm as adapter
+
+    adapter.register()
+    set_sizes = stand_in_for_the_engine(comm, store)
+    import vllm.distributed.parallel_state as groups
+    import vllm.model_executor.layers.fused_moe.all2all_utils as layers
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    manager = all2all.FlashInferNVLinkOneSidedManager(dist.group.WORLD)
+    groups._EP.device_communicator.all2all_manager = manager
+    layout = layers.flashinfer_one_sided_dispatch_layout(HIDDEN, FUSED_MOE_UNQUANTIZED_CONFIG)
+    layer = layers.FlashInferNVLinkOneSidedPrepareAndFinalize(
+        max_num_tokens=8, top_k=TOP_K, num_experts=NUM_EXPERTS, hidden_size=HIDDEN, num_dispatchers=manager.world_size,
+        dispatch_format=layout.dispatch_format, extra_payload_bytes_per_token=layout.extra_payload_bytes_per_token,
+    )  # fmt: skip
+    assert isinstance(layer, mk.FusedMoEPrepareAndFinalizeModular)
+    assert layer.activation_format is mk.FusedMoEActivationFormat.Standard
+    kernel = mk.FusedMoEKernelModularImpl.__new__(mk.FusedMoEKernelModularImpl)
+    kernel.prepare_finalize = layer
+    kernel.fused_experts = types.SimpleNamespace(
+        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        expects_unquantized_inputs=False,
+        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
+    )
+    for counts in COUNTS:
+        set_sizes(counts)
+        play(kernel, comm.Get_rank(), counts)
+    served = [type(manager).__mro__[1].__module__, type(layer).__mro__[1].__module__, manager.moe_alltoall.transport]
+    manager.destroy()
+    dist.destroy_process_group()
+    return served
+
+
+def test_the_plugin_serves_the_modular_kernel(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
+    served = ["a2a.integrations.vllm.manager", "a2a.integrations.vllm.prepare_finalize", "host"]
+    assert run_ranks(through_the_plugin, 2, str(tmp_path / "store")) == [served] * 2, vllm
