@@ -7,6 +7,7 @@ Python packages that an import of its MoE modules names one after the other.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from a2a import env
 from a2a.placement import Placement
 
 KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
@@ -87,7 +89,6 @@ def through_the_plugin(comm: Any, store: str) -> list[str]:
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
     manager = all2all.FlashInferNVLinkOneSidedManager(dist.group.WORLD)
     groups._EP.device_communicator.all2all_manager = manager
@@ -98,13 +99,7 @@ def through_the_plugin(comm: Any, store: str) -> list[str]:
     )  # fmt: skip
     assert isinstance(layer, mk.FusedMoEPrepareAndFinalizeModular)
     assert layer.activation_format is mk.FusedMoEActivationFormat.Standard
-    kernel = mk.FusedMoEKernelModularImpl.__new__(mk.FusedMoEKernelModularImpl)
-    kernel.prepare_finalize = layer
-    kernel.fused_experts = types.SimpleNamespace(
-        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
-        expects_unquantized_inputs=False,
-        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
-    )
+    kernel = kernel_over(layer)
     for counts in COUNTS:
         set_sizes(counts)
         play(kernel, comm.Get_rank(), counts)
@@ -114,6 +109,61 @@ def through_the_plugin(comm: Any, store: str) -> list[str]:
     return served
 
 
+def kernel_over(layer: Any) -> Any:
+    """vLLM's modular kernel around the two ends of a layer, with experts that it never calls."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    kernel = mk.FusedMoEKernelModularImpl.__new__(mk.FusedMoEKernelModularImpl)
+    kernel.prepare_finalize = layer
+    kernel.fused_experts = types.SimpleNamespace(
+        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        expects_unquantized_inputs=False,
+        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
+    )
+    return kernel
+
+
 def test_the_plugin_serves_the_modular_kernel(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
     served = ["a2a.integrations.vllm.manager", "a2a.integrations.vllm.prepare_finalize", "host"]
     assert run_ranks(through_the_plugin, 2, str(tmp_path / "store")) == [served] * 2, vllm
+
+
+def through_its_own_classes(comm: Any, store: str) -> list[str]:
+    """vLLM's own manager and its own prepare/finalize class, on what they import as `flashinfer.moe_ep`."""
+    from a2a.integrations.flashinfer import NVLinkOneSidedAlltoAll, install
+
+    install()
+    # Without a GPU: vLLM asks for FlashInfer's compiler or its compiled kernels, and torch for an accelerator.
+    env.replace({**env.snapshot(), "VLLM_HAS_FLASHINFER_CUBIN": "1"})
+    if not torch.cuda.is_available():
+        torch.accelerator.current_device_index = lambda: 0
+        torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda: None
+    set_sizes = stand_in_for_the_engine(comm, store)
+    import vllm.distributed.parallel_state as groups
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import flashinfer_nvlink_one_sided as theirs
+
+    manager = all2all.FlashInferNVLinkOneSidedManager(dist.group.WORLD)
+    groups._EP.device_communicator.all2all_manager = manager
+    sizes: dict[str, Any] = {"top_k": TOP_K, "num_experts": NUM_EXPERTS, "num_dispatchers": manager.world_size}
+    narrow = theirs.FlashInferNVLinkOneSidedPrepareAndFinalize(max_num_tokens=4, hidden_size=32, **sizes)
+    layer = theirs.FlashInferNVLinkOneSidedPrepareAndFinalize(max_num_tokens=8, hidden_size=HIDDEN, **sizes)
+    assert isinstance(manager.communication, NVLinkOneSidedAlltoAll)
+    assert narrow.all2all_manager.get_communication() is manager.communication, "grown for the second layer"
+    kernel = kernel_over(layer)
+    for counts in COUNTS[:2] + COUNTS[3:]:
+        set_sizes(counts)
+        play(kernel, comm.Get_rank(), counts)
+    served = [type(layer).__module__, manager.get_communication().alltoall.rounds.transport]
+    manager.cleanup()
+    dist.destroy_process_group()
+    return served
+
+
+def test_its_own_classes_run_on_the_newer_interface(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
+    module = "vllm.model_executor.layers.fused_moe.prepare_finalize.flashinfer_nvlink_one_sided"
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"vLLM {vllm} has no {module}")
+    assert run_ranks(through_its_own_classes, 2, str(tmp_path / "store")) == [[module, "host"]] * 2, vllm
