@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import types
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from a2a import env
 from a2a.placement import Placement
+from a2a.quant import wire_format
 
 KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
 TOP_K, NUM_EXPERTS, HIDDEN = 2, 5, 96
@@ -67,16 +69,38 @@ def stand_in_for_the_engine(comm: Any, store: str) -> Any:
     return set_sizes
 
 
-def play(kernel: Any, rank: int, counts: tuple[int, ...]) -> None:
+def play(layer: Any, rank: int, counts: tuple[int, ...], quant_dtype: str | None = None) -> None:
     """One layer through the modular kernel's own prepare and finalize, with experts that give back what they get."""
+    kernel = kernel_over(layer, quant_dtype)
     rows, weights, ids = tokens(rank, counts[rank])
     got, scales, meta, got_ids, got_weights = kernel._prepare(rows, weights, ids, NUM_EXPERTS, None, False)
-    most = max(counts)
-    assert got.shape == (2 * max(1, most), HIDDEN) and scales is None and meta is None
-    assert got_ids.dtype == torch.int32 and got_ids.shape == got_weights.shape == (got.shape[0], TOP_K)
+    num_rows = 2 * max(1, *counts)
+    assert got.shape == (num_rows, HIDDEN) and meta is None and (scales is None) == (quant_dtype is None)
+    assert got_ids.dtype == torch.int32 and got_ids.shape == got_weights.shape == (num_rows, TOP_K)
+    wanted = rows
+    if scales is not None:
+        wire = wire_format("mxfp8")
+        got = wire.dequantize(got, scales, dtype=torch.bfloat16)
+        wanted = wire.dequantize(*wire.quantize(rows), dtype=torch.bfloat16)
     output = torch.full_like(rows, 3.0)
     same = kernel._finalize(output, got.clone(), rows, got_weights, got_ids, False, None, None)
-    assert same is output and torch.equal(output, (rows.float() * times_of(ids)).bfloat16())
+    assert same is output and torch.equal(output, (wanted.float() * times_of(ids)).bfloat16())
+
+
+def kernel_over(layer: Any, quant_dtype: str | None) -> Any:
+    """vLLM's modular kernel around the two ends of a layer, with experts that it never calls."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    kernel = mk.FusedMoEKernelModularImpl.__new__(mk.FusedMoEKernelModularImpl)
+    kernel.prepare_finalize = layer
+    kernel.fused_experts = types.SimpleNamespace(
+        quant_config=FusedMoEQuantConfig.make(quant_dtype),
+        expects_unquantized_inputs=False,
+        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
+    )
+    return kernel
 
 
 def through_the_plugin(comm: Any, store: str) -> list[str]:
@@ -99,30 +123,14 @@ def through_the_plugin(comm: Any, store: str) -> list[str]:
     )  # fmt: skip
     assert isinstance(layer, mk.FusedMoEPrepareAndFinalizeModular)
     assert layer.activation_format is mk.FusedMoEActivationFormat.Standard
-    kernel = kernel_over(layer)
     for counts in COUNTS:
         set_sizes(counts)
-        play(kernel, comm.Get_rank(), counts)
+        for quant_dtype in (None, "mxfp8"):
+            play(layer, comm.Get_rank(), counts, quant_dtype)
     served = [type(manager).__mro__[1].__module__, type(layer).__mro__[1].__module__, manager.moe_alltoall.transport]
     manager.destroy()
     dist.destroy_process_group()
     return served
-
-
-def kernel_over(layer: Any) -> Any:
-    """vLLM's modular kernel around the two ends of a layer, with experts that it never calls."""
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-
-    kernel = mk.FusedMoEKernelModularImpl.__new__(mk.FusedMoEKernelModularImpl)
-    kernel.prepare_finalize = layer
-    kernel.fused_experts = types.SimpleNamespace(
-        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
-        expects_unquantized_inputs=False,
-        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
-    )
-    return kernel
 
 
 def test_the_plugin_serves_the_modular_kernel(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
@@ -131,8 +139,8 @@ def test_the_plugin_serves_the_modular_kernel(run_ranks: Any, vllm: str, tmp_pat
 
 
 def through_its_own_classes(comm: Any, store: str) -> list[str]:
-    """vLLM's own manager and its own prepare/finalize class, on what they import as `flashinfer.moe_ep`."""
-    from a2a.integrations.flashinfer import NVLinkOneSidedAlltoAll, install
+    """vLLM's own manager and prepare/finalize class, on what they import as `flashinfer.moe_ep` or `flashinfer.comm`."""
+    from a2a.integrations.flashinfer import MoeAlltoAll, NVLinkOneSidedAlltoAll, install
 
     install()
     # Without a GPU: vLLM asks for FlashInfer's compiler or its compiled kernels, and torch for an accelerator.
@@ -147,23 +155,37 @@ def through_its_own_classes(comm: Any, store: str) -> list[str]:
 
     manager = all2all.FlashInferNVLinkOneSidedManager(dist.group.WORLD)
     groups._EP.device_communicator.all2all_manager = manager
-    sizes: dict[str, Any] = {"top_k": TOP_K, "num_experts": NUM_EXPERTS, "num_dispatchers": manager.world_size}
-    narrow = theirs.FlashInferNVLinkOneSidedPrepareAndFinalize(max_num_tokens=4, hidden_size=32, **sizes)
-    layer = theirs.FlashInferNVLinkOneSidedPrepareAndFinalize(max_num_tokens=8, hidden_size=HIDDEN, **sizes)
-    assert isinstance(manager.communication, NVLinkOneSidedAlltoAll)
-    assert narrow.all2all_manager.get_communication() is manager.communication, "grown for the second layer"
-    kernel = kernel_over(layer)
-    for counts in COUNTS[:2] + COUNTS[3:]:
+    cls = theirs.FlashInferNVLinkOneSidedPrepareAndFinalize
+    in_bytes = "x_bytes_per_token" in inspect.signature(cls).parameters
+
+    def build(hidden: int, most: int) -> Any:
+        row = {"x_bytes_per_token": 2 * hidden, "x_sf_bytes_per_token": 0} if in_bytes else {}
+        return cls(
+            max_num_tokens=most, top_k=TOP_K, num_experts=NUM_EXPERTS, hidden_size=hidden, num_dispatchers=2, **row
+        )
+
+    narrow, layer = build(32, 4), build(HIDDEN, 8)
+    assert narrow.all2all_manager is manager, "grown for the second layer"
+    alltoall = manager.moe_alltoall if in_bytes else manager.get_communication().alltoall
+    assert isinstance(alltoall, MoeAlltoAll) and (in_bytes or isinstance(manager.communication, NVLinkOneSidedAlltoAll))
+    for counts in ((3, 5), (4, 0), (1, 1)):
         set_sizes(counts)
-        play(kernel, comm.Get_rank(), counts)
-    served = [type(layer).__module__, manager.get_communication().alltoall.rounds.transport]
+        play(layer, comm.Get_rank(), counts)
+        if min(counts):
+            # The quantising that vLLM has without a GPU knows no empty tensor.
+            play(layer, comm.Get_rank(), counts, "mxfp8")
+    served = [type(layer).__module__, alltoall.rounds.transport]
     manager.cleanup()
     dist.destroy_process_group()
     return served
 
 
-def test_its_own_classes_run_on_the_newer_interface(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
+def test_its_own_classes_run_on_what_they_import_as_flashinfer(run_ranks: Any, vllm: str, tmp_path: Path) -> None:
     module = "vllm.model_executor.layers.fused_moe.prepare_finalize.flashinfer_nvlink_one_sided"
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"vLLM {vllm} has no {module}")
+    communicator = importlib.util.find_spec("vllm.distributed.device_communicators.mnnvl_compat")
+    text = "" if communicator is None or communicator.origin is None else Path(communicator.origin).read_text()
+    if "two_sided" in text and importlib.util.find_spec("flashinfer") is None:
+        pytest.skip(f"vLLM {vllm} does not load its communicator without FlashInfer's two-sided kernels")
     assert run_ranks(through_its_own_classes, 2, str(tmp_path / "store")) == [[module, "host"]] * 2, vllm
