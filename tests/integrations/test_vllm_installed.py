@@ -139,7 +139,7 @@ def test_the_plugin_serves_the_modular_kernel(run_ranks: Any, vllm: str, tmp_pat
 
 
 def through_its_own_classes(comm: Any, store: str) -> list[str]:
-    """vLLM's own manager and prepare/finalize class, on what they import as `flashinfer.moe_ep` or `flashinfer.comm`."""
+    """Its own manager and prepare/finalize class, on what they import as `flashinfer.moe_ep` or `flashinfer.comm`."""
     from a2a.integrations.flashinfer import MoeAlltoAll, NVLinkOneSidedAlltoAll, install
 
     install()
