@@ -113,7 +113,8 @@ class SharedExchange:
 
     def _check_memory(self, moe: MoeAlltoAll) -> None:
         # Asked for by name, host memory is no surprise.
-        if not torch.cuda.is_available() or moe.workspace.is_cuda or Env.read().transport is not None:
+        asked_for = "transport" in self._options or Env.read().transport is not None
+        if not torch.cuda.is_available() or moe.workspace.is_cuda or asked_for:
             return
         choice = moe.transport_choice
         self.close()
@@ -124,9 +125,13 @@ class Exchanges:
     """The exchanges that the layers of one process share: one for each group and purpose.
 
     Layers whose rounds may be in flight side by side must not share one.
+
+    Args:
+        **options: arguments of `MoeAlltoAll` that all exchanges have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self._options = options
         self._held: list[tuple[object, str, SharedExchange]] = []
 
     def of(self, group: object, purpose: str, **options: Any) -> SharedExchange:
@@ -134,7 +139,7 @@ class Exchanges:
         for each, known, exchange in self._held:
             if each is group and known == purpose:
                 return exchange
-        made = SharedExchange(group, name=purpose, **options)
+        made = SharedExchange(group, name=purpose, **{**self._options, **options})
         self._held.append((group, purpose, made))
         return made
 

@@ -28,6 +28,11 @@ COUNTS = ((3, 5), (4, 0))
 GLOBAL_SCALE = 21.0
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+
+
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """Where the dispatchers of the installed SGLang lie. Skips, saying what is missing."""

@@ -21,6 +21,11 @@ from a2a.quant import ScaleLayout, unswizzle_scales, wire_format
 NUM_RANKS, TOP_K, NUM_EXPERTS, MOST, HIDDEN = 3, 2, 7, 8, 64
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+
+
 class BaseDispatcher(abc.ABC):
     """The shape of the engine's base class."""
 

@@ -22,6 +22,11 @@ NUM_RANKS, TOP_K, NUM_SLOTS, MOST, HIDDEN = 3, 2, 8, 6, 64
 COUNTS = (4, 0, 6)
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+
+
 class CommunicationBase(abc.ABC):
     """The shape of the engine's base class."""
 

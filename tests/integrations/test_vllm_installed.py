@@ -27,6 +27,11 @@ TOP_K, NUM_EXPERTS, HIDDEN = 2, 5, 96
 COUNTS = ((3, 5), (4, 0), (0, 0), (1, 1))
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+
+
 @pytest.fixture(scope="module")
 def vllm() -> str:
     """Skips, saying what is missing, unless vLLM's MoE modules can be imported."""

@@ -24,6 +24,11 @@ H = 2880
 FP8 = QuantConfig(torch.float8_e4m3fn, [128, 128])
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+
+
 class QuantFormat(enum.Enum):
     BF16 = 1
     FP16 = 2
@@ -222,7 +227,7 @@ def test_the_plugin_replaces_what_vllm_builds(tmp_path: Path) -> None:
     )
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    path = [str(tmp_path), str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+    path = [str(tmp_path), *map(str, Path(__file__).resolve().parents[1:3])]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; exec(open({str(driver)!r}).read())"],
         capture_output=True, text=True, timeout=120,

@@ -53,11 +53,7 @@ class Manager:
             ConfigError, MismatchError, Unsupported: on every rank.
         """
         row = row_bytes_per_token(hidden_size, **sizes)
-        if self._exchange is None:
-            self._exchange = SharedExchange(
-                self._group, name="vllm", num_contexts=self.engine.num_micro_batches(), **self._options
-            )
-        self._exchange.grow(
+        self._shared().grow(
             max_num_tokens=max_num_tokens,
             top_k=top_k,
             num_experts=num_experts,
@@ -73,9 +69,7 @@ class Manager:
     @property
     def moe_alltoall(self) -> MoeAlltoAll:
         """The exchange as it is now; the name is that of releases up to 0.32."""
-        if self._exchange is None:
-            self._exchange = SharedExchange(self._group, name="vllm")
-        return self._exchange.moe
+        return self._shared().moe
 
     def round_context(self) -> RoundContext:
         """The sequence of rounds of the micro-batch that this thread runs."""
@@ -89,6 +83,13 @@ class Manager:
             output=output,
             use_low_precision=self.engine.low_precision_combine,
         )
+
+    def _shared(self) -> SharedExchange:
+        if self._exchange is None:
+            self._exchange = SharedExchange(
+                self._group, name="vllm", num_contexts=self.engine.num_micro_batches(), **self._options
+            )
+        return self._exchange
 
     def get_handle(self, kwargs: Any) -> Manager:
         """What layers hold; all hold the manager."""
