@@ -66,5 +66,5 @@ class RowFormat:
             return rows, None
         scale = None
         if self.wire.needs_global_scale and global_scale is not None:
-            scale = global_scale.to(torch.float32).reshape(())
+            scale = global_scale.to(rows.device, torch.float32).reshape(())
         return self.wire.quantize(rows, alignment=self.alignment, global_scale=scale)
