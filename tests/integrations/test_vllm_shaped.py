@@ -82,7 +82,16 @@ def first_words(comm: Any) -> tuple[Any, ...]:
     output = torch.empty_like(rows)
     manager.combine_into(payload=views[0].clone(), runtime_max_tokens_per_rank=3, output=output)
     assert torch.equal(output, (rows.float() * distinct_ranks(ids)[:, None]).bfloat16())
+    kept = manager.moe_alltoall.workspace.data_ptr()
+    manager.checkpoint_prepare()
+    with pytest.raises(StateError, match="released"):
+        layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    manager.checkpoint_restore()
+    assert manager.moe_alltoall.workspace.data_ptr() == kept
+    play(forward, layer, comm.Get_rank(), (3,) * NUM_RANKS, LAYERS["bf16"], in_place=True)
     manager.cleanup()
+    manager.checkpoint_prepare()
+    manager.checkpoint_restore()
     assert not manager.initialized
     with pytest.raises(StateError, match="not built"):
         manager.moe_alltoall.dispatch(ids, [rows], 3)

@@ -95,6 +95,19 @@ class Manager:
         """What layers hold; all hold the manager."""
         return self
 
+    def checkpoint_prepare(self) -> None:
+        """Give the workspace's memory back while the engine sleeps, between rounds. Collective; nothing if not built.
+
+        Its addresses stay: a graph that was captured before replays after `checkpoint_restore`.
+        """
+        if self.initialized:
+            self.moe_alltoall.release()
+
+    def checkpoint_restore(self) -> None:
+        """Get memory at the same addresses again, when the engine wakes. Collective; nothing if not built."""
+        if self.initialized:
+            self.moe_alltoall.restore()
+
     def cleanup(self) -> None:
         """Let go of the exchange; layers may initialise the manager anew."""
         if self._exchange is not None:
