@@ -177,6 +177,22 @@ def test_what_experts_may_give_back(run_ranks: Any) -> None:
     run_ranks(experts_that_pad_and_experts_that_leave_the_sum, NUM_RANKS)
 
 
+def built_as_engines_build(comm: Any) -> None:
+    """Under another default device and dtype, as model loaders set them."""
+    forward = Forward()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        layer = build(comm, forward, {"bf16": LAYERS["bf16"]})["bf16"]
+        assert torch.empty(1).device.type == "meta" and torch.get_default_dtype() == torch.bfloat16
+    torch.set_default_dtype(torch.float32)
+    play(forward, layer, comm.Get_rank(), (3, 0, 2, 1), LAYERS["bf16"], in_place=True)
+    forward.manager.destroy()
+
+
+def test_building_is_the_same_under_a_model_loader(run_ranks: Any) -> None:
+    run_ranks(built_as_engines_build, NUM_RANKS)
+
+
 def low_precision(comm: Any) -> None:
     forward = Forward()
     layer = build(comm, forward, {"bf16": LAYERS["bf16"]}, low_precision_combine=True)["bf16"]

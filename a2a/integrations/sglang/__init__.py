@@ -14,7 +14,7 @@ from a2a.integrations.after_import import after_import
 from a2a.integrations.sglang.arguments import Resolved, resolve_config
 from a2a.integrations.sglang.dispatcher import Dispatcher, dispatcher_class
 from a2a.integrations.sglang.engine import Engine, installed_engine
-from a2a.integrations.shared_exchange import Exchanges
+from a2a.integrations.shared_exchange import Exchanges, plain_tensors
 
 __all__ = [
     "Dispatcher",
@@ -60,7 +60,8 @@ class OneForAllLayers:
         for each, known, exchange in self._held:
             if each is group and known == sizes:
                 return exchange
-        made = self._build(mapping=mapping, mnnvl_config=mnnvl_config, **sizes)
+        with plain_tensors():
+            made = self._build(mapping=mapping, mnnvl_config=mnnvl_config, **sizes)
         self._held.append((group, sizes, made))
         return made
 
