@@ -121,10 +121,14 @@ def through_the_plugin(comm: Any, store: str) -> list[str]:
 
     manager = all2all.FlashInferNVLinkOneSidedManager(dist.group.WORLD)
     groups._EP.device_communicator.all2all_manager = manager
-    layout = layers.flashinfer_one_sided_dispatch_layout(HIDDEN, FUSED_MOE_UNQUANTIZED_CONFIG)
+    row: dict[str, Any] = {"dispatch_dtype_bytes_per_elem": 2, "dispatch_scale_bytes_per_token": 0}
+    if hasattr(layers, "flashinfer_one_sided_dispatch_layout"):
+        # In the releases that have this function, it is the plugin's by now.
+        layout = layers.flashinfer_one_sided_dispatch_layout(HIDDEN, FUSED_MOE_UNQUANTIZED_CONFIG)
+        row = {"dispatch_format": layout.dispatch_format, "extra_payload_bytes_per_token": 0}
     layer = layers.FlashInferNVLinkOneSidedPrepareAndFinalize(
         max_num_tokens=8, top_k=TOP_K, num_experts=NUM_EXPERTS, hidden_size=HIDDEN, num_dispatchers=manager.world_size,
-        dispatch_format=layout.dispatch_format, extra_payload_bytes_per_token=layout.extra_payload_bytes_per_token,
+        **row,
     )  # fmt: skip
     assert isinstance(layer, mk.FusedMoEPrepareAndFinalizeModular)
     assert layer.activation_format is mk.FusedMoEActivationFormat.Standard

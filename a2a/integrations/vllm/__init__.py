@@ -34,6 +34,7 @@ LAYERS = "vllm.model_executor.layers.fused_moe.all2all_utils"
 
 _MANAGER = "FlashInferNVLinkOneSidedManager"
 _PREPARE_FINALIZE = "FlashInferNVLinkOneSidedPrepareAndFinalize"
+_LAYER_BASE = "FusedMoEPrepareAndFinalizeModular"
 _LAYOUT = "flashinfer_one_sided_dispatch_layout"
 
 _log = logging.getLogger(__name__)
@@ -56,11 +57,13 @@ def _replace_manager(module: ModuleType) -> None:
 
 def _replace_layer(module: ModuleType) -> None:
     theirs = getattr(module, _PREPARE_FINALIZE, None)
-    if theirs is None:
-        _log.warning("a2a: this vLLM has no %s.%s: its layers are left alone", LAYERS, _PREPARE_FINALIZE)
+    bases = [each for each in getattr(theirs, "__mro__", ()) if each.__name__ == _LAYER_BASE]
+    if theirs is None or not bases:
+        _log.warning(
+            "a2a: this vLLM has no %s.%s of the modular kernel: its layers are left alone", LAYERS, _PREPARE_FINALIZE
+        )
     elif not issubclass(theirs, PrepareAndFinalize):
-        base = next(each for each in theirs.__mro__ if each.__name__ == "FusedMoEPrepareAndFinalizeModular")
-        setattr(module, _PREPARE_FINALIZE, prepare_finalize_class(base, installed_engine))
+        setattr(module, _PREPARE_FINALIZE, prepare_finalize_class(bases[0], installed_engine))
         if hasattr(module, _LAYOUT):
             # Theirs asks flashinfer for its enumeration of formats, and counts the scales of padding but not padding.
             setattr(module, _LAYOUT, dispatch_layout)
