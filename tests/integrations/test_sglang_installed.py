@@ -62,7 +62,7 @@ class Runner:
     """Answers the engine's questions `is_...()` about one runner."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = self.value = name
 
     def __getattr__(self, question: str) -> Any:
         return lambda: question == f"is_{self.name}"
@@ -152,7 +152,7 @@ def exchange(dispatcher: Any, rank: int, counts: tuple[int, ...], kind: str, run
         made = wire.dequantize(made, scales.view(wire.scales_dtype), dtype=torch.bfloat16, **scale)
         wanted = wire.dequantize(*wire.quantize(rows, **scale), dtype=torch.bfloat16, **scale)
     assert made.shape == (2 * most, HIDDEN) and got.topk_output.topk_ids.shape == (2 * most, TOP_K)
-    counts_here = dispatcher.moe_a2a.rounds.recv_counts
+    counts_here = (dispatcher.moe if hasattr(dispatcher, "moe") else dispatcher.moe_a2a.rounds).recv_counts
     empty = (torch.arange(most)[None] >= counts_here[:, None]).flatten()
     invalid = NUM_EXPERTS if runner == "flashinfer_cutlass" else -1
     assert (got.topk_output.topk_ids[empty] == invalid).all()
@@ -194,7 +194,16 @@ def through_the_plugin(comm: Any, folder: str, store: str) -> list[str]:
                 exchange(dispatcher, comm.Get_rank(), now.counts, now.kind.value, runner)
             served.append(f"{now.kind.value} {runner}")
     assert len(exchanges) == 1, "layers share one workspace"
-    now.draft = True
+    ours = adapter.dispatcher_class(module.BaseDispatcher, adapter.installed_engine)
+    for now.kind in DispatchType:
+        for runner in ("flashinfer_trtllm_routed", "flashinfer_cutlass"):
+            config = types.SimpleNamespace(runner_backend=Runner(runner))
+            layer = ours(dist.group.WORLD, TOP_K, num_experts=NUM_EXPERTS, hidden_size=HIDDEN, moe_runner_config=config)
+            layer.set_quant_config(quant)
+            for now.counts in COUNTS:
+                exchange(layer, comm.Get_rank(), now.counts, now.kind.value, runner)
+    ours.exchanges.close()
+    now.kind, now.draft = kinds[-1], True
     draft = build("flashinfer_cutlass")
     assert draft.moe_a2a not in exchanges, "a model that drafts has its own"
     exchange(draft, comm.Get_rank(), now.counts, now.kind.value, "flashinfer_cutlass")

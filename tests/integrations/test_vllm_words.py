@@ -15,6 +15,7 @@ import torch
 from vllm_shapes import QuantConfig
 
 from a2a.errors import ConfigError, ShapeError
+from a2a.integrations import vllm
 from a2a.integrations.after_import import after_import
 from a2a.integrations.rows import RowFormat
 from a2a.integrations.vllm import dispatch_layout
@@ -233,6 +234,16 @@ def test_the_plugin_replaces_what_vllm_builds(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0 and "served" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_release_of_another_shape_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    other = ModuleType("other")
+    other.__dict__["FlashInferNVLinkOneSidedPrepareAndFinalize"] = dict
+    before = dict(other.__dict__)
+    vllm._replace_manager(other)
+    vllm._replace_layer(other)
+    assert other.__dict__ == before
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2 and "left alone" in caplog.text
 
 
 def test_the_entry_points_are_declared() -> None:

@@ -7,6 +7,7 @@ functions of `a2a.integrations.flashinfer`; `Dispatcher` is one to put in its pl
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -51,17 +52,21 @@ class OneForAllLayers:
 
     def __init__(self, build: Any) -> None:
         self._build = build
+        self._signature = inspect.signature(build)
         self._held: list[tuple[object, dict[str, Any], Any]] = []
 
-    def __call__(self, *, mapping: Any, mnnvl_config: Any = None, **sizes: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The exchange of these arguments; collective when it is the first of them."""
-        comm = getattr(mnnvl_config, "comm_backend", None)
+        sizes = dict(self._signature.bind(*arguments, **keywords).arguments)
+        # Each layer makes a mapping and a configuration of its own: what they stand for is the group.
+        comm = getattr(sizes.pop("mnnvl_config", None), "comm_backend", None)
         group = getattr(comm, "_group", comm)
+        sizes.pop("mapping", None)
         for each, known, exchange in self._held:
             if each is group and known == sizes:
                 return exchange
         with plain_tensors():
-            made = self._build(mapping=mapping, mnnvl_config=mnnvl_config, **sizes)
+            made = self._build(*arguments, **keywords)
         self._held.append((group, sizes, made))
         return made
 
