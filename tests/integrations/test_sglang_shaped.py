@@ -5,8 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import subprocess
+import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -204,6 +207,68 @@ def layers_of_another_kind_and_halves(comm: Any) -> None:
 
 def test_fallbacks_halves_and_errors(run_ranks: Any) -> None:
     run_ranks(layers_of_another_kind_and_halves, NUM_RANKS)
+
+
+# ---- the plugin ----------------------------------------------------------------------------------------------------
+
+DISPATCHER = """
+try:
+    from flashinfer import nvfp4_block_scale_interleave
+    from flashinfer.comm import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
+    from flashinfer.comm.mapping import Mapping
+    from flashinfer.comm.mnnvl import CommBackend, MnnvlConfig
+    use_flashinfer = True
+except ImportError:
+    use_flashinfer = False
+"""
+
+DRIVER = """
+import sys, torch
+import a2a.integrations.sglang as adapter
+adapter.register(); adapter.register()
+assert not [name for name in sys.modules if name.partition(".")[0] == "sglang"], "imports nothing of SGLang"
+from sglang.srt.layers.moe.token_dispatcher import flashinfer as theirs
+from a2a.comm.protocol import SingleComm
+adapter.register()
+assert theirs.use_flashinfer and isinstance(theirs.MoeAlltoAll, adapter.OneForAllLayers), theirs.MoeAlltoAll
+
+class Backend(SingleComm):
+    def __init__(self, group):
+        self._group = group
+
+size = theirs.moe_a2a_get_workspace_size_per_rank(1, 8, 64 * 2 + 16, 64 * 2)
+def layer(group, size=size, **more):
+    mapping = theirs.Mapping(world_size=1, rank=0, tp_size=1, moe_ep_size=1, gpus_per_node=0)
+    config = theirs.MnnvlConfig(comm_backend=Backend(group))
+    return theirs.MoeAlltoAll(mapping, max_num_tokens=8, top_k=2, num_experts=4, workspace_size_per_rank=size,
+                              mnnvl_config=config, **more)
+
+torch.set_default_dtype(torch.bfloat16)
+with torch.device("meta"):
+    first = layer("group")
+torch.set_default_dtype(torch.float32)
+assert layer("group") is first and layer("group", size + 128) is not first and layer("other") is not first
+rows, ids = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32)
+received, _ = first.dispatch(ids, [rows, ids], 3, invalid_token_expert_id=-1, expert_id_payload_index=1)
+assert torch.equal(first.combine(received.clone(), 3), rows)
+print("served")
+"""
+
+
+def test_the_plugin_serves_the_engines_own_dispatcher(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang/srt/layers/moe/token_dispatcher"
+    folder.mkdir(parents=True)
+    for each in (folder, *list(folder.parents)[:4]):
+        (each / "__init__.py").touch()
+    (folder / "flashinfer.py").write_text(DISPATCHER)
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    path = [str(tmp_path), str(Path(__file__).resolve().parents[2])]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; exec(open({str(driver)!r}).read())"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "served" in done.stdout, done.stdout + done.stderr
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------
