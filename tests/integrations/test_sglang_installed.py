@@ -166,12 +166,13 @@ def exchange(dispatcher: Any, rank: int, counts: tuple[int, ...], kind: str, run
 
 def through_the_plugin(comm: Any, folder: str, store: str) -> list[str]:
     from a2a.integrations import sglang as adapter
+    from a2a.integrations.flashinfer import MoeAlltoAll
 
     adapter.register()
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=comm.Get_rank(), world_size=2)
     now = engine_around(folder)
     module = importlib.import_module(f"{DISPATCHERS}.flashinfer")
-    assert module.use_flashinfer and isinstance(module.MoeAlltoAll, adapter.OneForAllLayers)
+    assert module.use_flashinfer and module.MoeAlltoAll.__wrapped__ is MoeAlltoAll
     quant = {"input_global_scale": torch.tensor(GLOBAL_SCALE), "use_mxfp8": True}
 
     def build(runner: str) -> Any:
@@ -189,7 +190,7 @@ def through_the_plugin(comm: Any, folder: str, store: str) -> list[str]:
     for now.kind in kinds:
         for runner in ("flashinfer_trtllm_routed", "flashinfer_cutlass"):
             dispatcher = build(runner)
-            exchanges.add(dispatcher.moe_a2a)
+            exchanges.add(dispatcher.moe_a2a.rounds)
             for now.counts in COUNTS:
                 exchange(dispatcher, comm.Get_rank(), now.counts, now.kind.value, runner)
             served.append(f"{now.kind.value} {runner}")
@@ -205,7 +206,7 @@ def through_the_plugin(comm: Any, folder: str, store: str) -> list[str]:
     ours.exchanges.close()
     now.kind, now.draft = kinds[-1], True
     draft = build("flashinfer_cutlass")
-    assert draft.moe_a2a not in exchanges, "a model that drafts has its own"
+    assert draft.moe_a2a.rounds not in exchanges, "a model that drafts has its own"
     exchange(draft, comm.Get_rank(), now.counts, now.kind.value, "flashinfer_cutlass")
     assert draft.moe_a2a.rounds.transport == "host" or torch.cuda.is_available()
     dist.destroy_process_group()

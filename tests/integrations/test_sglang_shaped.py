@@ -230,24 +230,22 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "sglang"],
 from sglang.srt.layers.moe.token_dispatcher import flashinfer as theirs
 from a2a.comm.protocol import SingleComm
 adapter.register()
-assert theirs.use_flashinfer and isinstance(theirs.MoeAlltoAll, adapter.OneForAllLayers), theirs.MoeAlltoAll
-
-class Backend(SingleComm):
-    def __init__(self, group):
-        self._group = group
+from a2a.integrations.flashinfer import MoeAlltoAll
+assert theirs.use_flashinfer and theirs.MoeAlltoAll.__wrapped__ is MoeAlltoAll, theirs.MoeAlltoAll
 
 size = theirs.moe_a2a_get_workspace_size_per_rank(1, 8, 64 * 2 + 16, 64 * 2)
-def layer(group, size=size, **more):
+def layer(size=size):
     mapping = theirs.Mapping(world_size=1, rank=0, tp_size=1, moe_ep_size=1, gpus_per_node=0)
-    config = theirs.MnnvlConfig(comm_backend=Backend(group))
+    config = theirs.MnnvlConfig(comm_backend=SingleComm())
     return theirs.MoeAlltoAll(mapping, max_num_tokens=8, top_k=2, num_experts=4, workspace_size_per_rank=size,
-                              mnnvl_config=config, **more)
+                              mnnvl_config=config)
 
 torch.set_default_dtype(torch.bfloat16)
 with torch.device("meta"):
-    first = layer("group")
+    first = layer()
 torch.set_default_dtype(torch.float32)
-assert layer("group") is first and layer("group", size + 128) is not first and layer("other") is not first
+again, larger = layer(), layer(size + 128)
+assert again.rounds is first.rounds and larger.rounds is not first.rounds, "equal arguments share a workspace"
 rows, ids = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32)
 received, _ = first.dispatch(ids, [rows, ids], 3, invalid_token_expert_id=-1, expert_id_payload_index=1)
 assert torch.equal(first.combine(received.clone(), 3), rows)

@@ -7,7 +7,7 @@ functions of `a2a.integrations.flashinfer`; `Dispatcher` is one to put in its pl
 
 from __future__ import annotations
 
-import inspect
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,6 @@ __all__ = [
     "Dispatcher",
     "Engine",
     "Exchanges",
-    "OneForAllLayers",
     "Resolved",
     "dispatcher_class",
     "installed_engine",
@@ -33,45 +32,25 @@ DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher.flashinfer"
 
 
 def register() -> None:
-    """Make SGLang's dispatcher find this package where it looks for FlashInfer's exchange. May be called again."""
-    from a2a.integrations.flashinfer import install
-
-    install()
-    after_import(DISPATCHERS, _share)
-
-
-class OneForAllLayers:
-    """The historical class, as the dispatchers of one process build it: equal arguments give one and the same object.
+    """Make SGLang's dispatcher find this package where it looks for FlashInfer's exchange. May be called again.
 
     Every layer of SGLang builds a dispatcher and every dispatcher an exchange, of equal arguments unless their rounds
-    may be in flight side by side; a workspace for each layer would take the memory of the cache of keys and values.
-
-    Args:
-        build: the class.
+    may be in flight side by side: exchanges of equal arguments share a workspace.
     """
+    from a2a.integrations.flashinfer import install
 
-    def __init__(self, build: Any) -> None:
-        self._build = build
-        self._signature = inspect.signature(build)
-        self._held: list[tuple[object, dict[str, Any], Any]] = []
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """The exchange of these arguments; collective when it is the first of them."""
-        sizes = dict(self._signature.bind(*arguments, **keywords).arguments)
-        # Each layer makes a mapping and a configuration of its own: what they stand for is the group.
-        comm = getattr(sizes.pop("mnnvl_config", None), "comm_backend", None)
-        group = getattr(comm, "_group", comm)
-        sizes.pop("mapping", None)
-        for each, known, exchange in self._held:
-            if each is group and known == sizes:
-                return exchange
-        with plain_tensors():
-            made = self._build(*arguments, **keywords)
-        self._held.append((group, sizes, made))
-        return made
+    install(share_workspaces=True)
+    after_import(DISPATCHERS, _build_plainly)
 
 
-def _share(module: ModuleType) -> None:
+def _build_plainly(module: ModuleType) -> None:
     theirs = getattr(module, "MoeAlltoAll", None)
-    if theirs is not None and not isinstance(theirs, OneForAllLayers):
-        module.__dict__["MoeAlltoAll"] = OneForAllLayers(theirs)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        with plain_tensors():
+            return theirs(*arguments, **keywords)
+
+    module.__dict__["MoeAlltoAll"] = build
