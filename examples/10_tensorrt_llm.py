@@ -1,6 +1,6 @@
 """TensorRT-LLM: its one-sided communication on a2a.
 
-    python examples/09_tensorrt_llm.py  # what a layer then calls, on two ranks of this machine, with or without it
+    python examples/10_tensorrt_llm.py  # what a layer then calls, on two ranks of this machine, with or without it
 
 TensorRT-LLM has no entry point for plugins. In the program that every rank runs, before the model is built:
 

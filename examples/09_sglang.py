@@ -3,7 +3,7 @@
     pip install a2a                     # beside SGLang (0.5.2x), which finds the plugin by its entry point
     python -m sglang.launch_server --model MODEL --tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend flashinfer
 
-    python examples/08_sglang.py        # which arguments go together, and a layer on two ranks, with or without SGLang
+    python examples/09_sglang.py        # which arguments go together, and a layer on two ranks, with or without SGLang
 
 `SGLANG_PLUGINS`, if set, must name `a2a`. The engine's own dispatcher then finds a2a where it looks for FlashInfer.
 """

@@ -3,7 +3,7 @@
     pip install a2a                     # beside vLLM (0.22 to 0.33), which finds the plugin by its entry point
     vllm serve MODEL --data-parallel-size 8 --enable-expert-parallel --all2all-backend flashinfer_nvlink_one_sided
 
-    python examples/07_vllm.py          # what vLLM then calls in a layer, on two ranks, with or without vLLM
+    python examples/08_vllm.py          # what vLLM then calls in a layer, on two ranks, with or without vLLM
 
 `VLLM_PLUGINS`, if set, must name `a2a`. With `--enable-dbo` two micro-batches are in flight in contexts of their own.
 """
