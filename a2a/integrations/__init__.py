@@ -1,1 +1,4 @@
-"""integrations: other people's calling conventions, one file each; no engine is needed to import them."""
+"""integrations: other people's calling conventions, one room or file each.
+
+Owns nothing itself. Refuses to import any engine: each adapter looks for its engine only when that engine calls it.
+"""

@@ -25,6 +25,9 @@ TELLS = {
     "05_moe_layer": "output equals the dense layer",
     "06_errors_and_reset": "rank 2 is gone; its signal",
     "07_mxfp8_layer": "16 tokens: compiled equals eager",
+    "08_vllm": "each token is the sum of what its experts made of it",
+    "09_sglang": "rank 1 brought 0 tokens and has them back",
+    "10_tensorrt_llm": "picks of each slot by rank: [[3, 0, 0, 0, 3], [5, 0, 0, 0, 5]]",
 }
 
 
