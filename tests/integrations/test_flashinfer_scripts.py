@@ -34,7 +34,8 @@ def test_the_historical_api_under_mpirun() -> None:
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside this Python: the extra `mpi` is not installed")
     text = told(str(mpiexec), "-n", "2", sys.executable, str(HERE / "historical_two_ranks.py"))
-    assert sorted(text.splitlines()) == ["rank 0: exact", "rank 1: exact"]
+    # mpiexec may put one rank's line into another's.
+    assert text.count("rank 0: exact") == text.count("rank 1: exact") == 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2a.errors import ConfigError
@@ -22,6 +22,7 @@ MIB = 1 << 20
 SIZES = st.integers(0, 1 << 20)
 
 
+@settings(deadline=None)
 @given(ep=st.integers(1, 256), tokens=st.integers(1, 65536), eplb=st.integers(0, 300), one=SIZES, two=SIZES,
        three=SIZES, four=SIZES)  # fmt: skip
 def test_sizes_differ_by_the_formula(
@@ -49,6 +50,7 @@ def test_the_class_s_size_is_that_of_16_bit_rows() -> None:
     assert fi.MoeAlltoAll.get_moe_workspace_size_per_rank(4, 3, 100, 64, 5, 7) == size
 
 
+@settings(deadline=None)
 @given(ep=st.integers(1, 256), tokens=st.integers(1, 5000), eplb=st.integers(0, 300))
 def test_a_workspace_of_the_size_holds_what_metainfo_says(ep: int, tokens: int, eplb: int) -> None:
     size = fi.moe_a2a_get_workspace_size_per_rank(ep, tokens, 100, 30, eplb)
