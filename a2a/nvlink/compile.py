@@ -6,12 +6,15 @@ kernel does or how it is launched. Compiling needs no GPU.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +27,9 @@ from a2a.errors import CompileError
 KERNELS: Final = Path(__file__).with_name("kernels")
 _INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
+_LOCK_BUDGET_S: Final = 120.0
+"""A compilation takes seconds; who has waited this long for another process's compiles as well."""
+_LOCK_POLL_S: Final = 0.02
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -61,8 +67,13 @@ def compile_kernel(
     cubin = _read(path)
     if cubin is not None:
         return cubin, ""
-    cubin, log = _compile(file, source, defines, arch, include_path)
-    _write(path, cubin)
+    with _turn(path):
+        # All ranks of a machine ask at once; those that waited find what the first one made.
+        cubin = _read(path)
+        if cubin is not None:
+            return cubin, ""
+        cubin, log = _compile(file, source, defines, arch, include_path)
+        _write(path, cubin)
     return cubin, log
 
 
@@ -127,6 +138,30 @@ def _compile(
     return bytes(code), log.getvalue()
 
 
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Hold the lock of one file of the cache: for as long as it is held, or without it where it cannot be had soon."""
+    with contextlib.ExitStack() as opened:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context(path.with_suffix(".lock").open("a"))
+            deadline = time.monotonic() + _LOCK_BUDGET_S
+            while not _locked(lock.fileno()) and time.monotonic() < deadline:
+                time.sleep(_LOCK_POLL_S)
+        except OSError:
+            # A directory that cannot be written: every process compiles for itself.
+            opened.close()
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _read(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
@@ -141,7 +176,7 @@ def _write(path: Path, cubin: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(cubin).digest() + cubin)
-        # All ranks compile at once; whichever renames last wins with the same bytes.
+        # Whoever could not get the lock writes as well; whichever renames last wins with the same bytes.
         os.replace(file.name, path)
     except OSError:
         return

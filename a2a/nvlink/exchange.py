@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -118,10 +119,9 @@ class Exchange:
         self._whole: dict[tuple[Kernel, Point, tuple[int, ...], int | None], bool] = {}
         self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
-        self._load_dispatch(None, config.top_k)
-        if config.wire_format in WIRE_FORMATS:
-            self._load_dispatch(config.wire_format, config.top_k)
-        self._load_combine(config.top_k)
+        fused = config.wire_format if config.wire_format in WIRE_FORMATS else None
+        wires = [None] if fused is None else [None, fused]
+        self._load(wires, config.top_k, combine=True)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place.
@@ -327,40 +327,47 @@ class Exchange:
     def _dispatch_kernel(self, name: str, wire: str | None, top_k: int) -> Kernel:
         key = ("dispatch", name, wire, top_k)
         if key not in self._kernels:
-            self._load_dispatch(wire, top_k)
+            self._load([wire], top_k, combine=False)
         return self._kernels[key]
-
-    def _load_dispatch(self, wire: str | None, top_k: int) -> None:
-        config = dataclasses.replace(self._config, top_k=top_k)
-        library = self._library("dispatch.cu", defines(config, wire_format=wire, placement_table=self._needs_table))
-        shared = image_bytes([config.dispatch_bytes_per_token] + [0] * MAX_PAYLOADS) + 8 * MAX_PAYLOADS
-        for name in ("dispatch_small_bytes", "dispatch_bulk") + (("dispatch_small_words",) if wire is None else ()):
-            wants_shared = -(-shared // 16) * 16 if wire is not None and name == "dispatch_small_bytes" else 0
-            kernel = library.kernel(name, DispatchParams, shared_bytes=wants_shared)
-            params = kernel.parameters
-            params.placement = self._table.data_ptr()
-            self._constants(params)
-            self._kernels["dispatch", name, wire, top_k] = kernel
 
     def _combine_kernel(self, name: str, top_k: int) -> Kernel:
         key = ("combine", name, top_k)
         if key not in self._kernels:
-            self._load_combine(top_k)
+            self._load([], top_k, combine=True)
         return self._kernels[key]
 
-    def _load_combine(self, top_k: int) -> None:
-        config = dataclasses.replace(self._config, top_k=top_k)
-        library = self._library("combine.cu", defines(config, placement_table=self._needs_table))
-        ways = ("small_words", "small_bytes", "bulk")
-        names = [f"combine_{way}_{kind}" for way in ways for kind in OUTPUT_TYPES]
-        for name in (*names, "combine_bulk_e4m3"):
-            kernel = library.kernel(name, CombineParams)
-            self._constants(kernel.parameters)
-            self._kernels["combine", name, top_k] = kernel
+    def _load(self, wires: Sequence[str | None], top_k: int, *, combine: bool) -> None:
+        """Load the modules of dispatch for some wire formats, and those of combine; compiled side by side."""
+        config, table = dataclasses.replace(self._config, top_k=top_k), self._needs_table
+        sources = [("dispatch.cu", defines(config, wire_format=wire, placement_table=table)) for wire in wires]
+        types = (*OUTPUT_TYPES, "e4m3") if combine else ()
+        constants = defines(config, placement_table=table)
+        sources += [("combine.cu", {**constants, "ONE_TYPE": number}) for number in range(len(types))]
+        with ThreadPoolExecutor(max_workers=len(sources)) as pool:
+            cubins = list(pool.map(self._compiled, sources))
+        for wire, cubin in zip(wires, cubins, strict=False):
+            self._take_dispatch(Library(cubin, self.device), wire, top_k)
+        for kind, cubin in zip(types, cubins[len(wires) :], strict=True):
+            self._take_combine(Library(cubin, self.device), kind, top_k)
 
-    def _library(self, file: str, constants: dict[str, int]) -> Library:
-        cubin, _ = compile_kernel(file, constants, self._arch, preamble=device_source())
-        return Library(cubin, self.device)
+    def _compiled(self, source: tuple[str, dict[str, int]]) -> bytes:
+        return compile_kernel(*source, self._arch, preamble=device_source())[0]
+
+    def _take_dispatch(self, library: Library, wire: str | None, top_k: int) -> None:
+        image = image_bytes([self._config.dispatch_bytes_per_token] + [0] * MAX_PAYLOADS) + PIECE_BYTES * MAX_PAYLOADS
+        for name in ("dispatch_small_bytes", "dispatch_bulk") + (("dispatch_small_words",) if wire is None else ()):
+            fused = wire is not None and name == "dispatch_small_bytes"
+            kernel = library.kernel(name, DispatchParams, shared_bytes=_shared_bytes(image, fused))
+            kernel.parameters.placement = self._table.data_ptr()
+            self._constants(kernel.parameters)
+            self._kernels["dispatch", name, wire, top_k] = kernel
+
+    def _take_combine(self, library: Library, kind: str, top_k: int) -> None:
+        # Rows of the e4m3 wire are read where they lie, however few.
+        for way in ("bulk",) if kind == "e4m3" else ("small_words", "small_bytes", "bulk"):
+            kernel = library.kernel(f"combine_{way}_{kind}", CombineParams)
+            self._constants(kernel.parameters)
+            self._kernels["combine", f"combine_{way}_{kind}", top_k] = kernel
 
     def _constants(self, params: Any) -> None:
         params.workspace = self.workspace.data_ptr()

@@ -20,7 +20,16 @@ constexpr bool SMALL_IS_LEAN = TOP_K <= 32;
   COMBINE(combine_small_bytes_##name, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 2 : 1, (combine_small<type, false>)) \
   COMBINE(combine_bulk_##name, MAX_THREADS, 1, combine_bulk<type>)
 
+// A module has the kernels of one payload type, so that the types compile side by side; all where none is named.
+#if !defined(ONE_TYPE) || ONE_TYPE == 0
 COMBINE_TYPE(bf16, TYPE_BF16)
+#endif
+#if !defined(ONE_TYPE) || ONE_TYPE == 1
 COMBINE_TYPE(fp16, TYPE_FP16)
+#endif
+#if !defined(ONE_TYPE) || ONE_TYPE == 2
 COMBINE_TYPE(fp32, TYPE_FP32)
+#endif
+#if !defined(ONE_TYPE) || ONE_TYPE == 3
 COMBINE(combine_bulk_e4m3, MAX_THREADS, 1, combine_bulk<TYPE_E4M3>)
+#endif

@@ -105,12 +105,11 @@ def exchange() -> tuple[Any, list[Any]]:
         def _enter(self, stream: Any) -> Any:
             return SimpleNamespace(cuda_stream=7)
 
-        def _load_dispatch(self, wire: str | None, top_k: int) -> None:
-            for name in ("dispatch_small_words", "dispatch_small_bytes", "dispatch_bulk"):
-                self._add(("dispatch", name, wire, top_k), name, params.DispatchParams)
-
-        def _load_combine(self, top_k: int) -> None:
-            for name in ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "bulk_e4m3"):
+        def _load(self, wires: Any, top_k: int, *, combine: bool) -> None:
+            for wire in wires:
+                for name in ("dispatch_small_words", "dispatch_small_bytes", "dispatch_bulk"):
+                    self._add(("dispatch", name, wire, top_k), name, params.DispatchParams)
+            for name in ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "bulk_e4m3") if combine else ():
                 self._add(("combine", "combine_" + name, top_k), name.rpartition("_")[0], params.CombineParams)
 
         def _add(self, key: tuple[object, ...], name: str, kind: type[ctypes.Structure]) -> None:
