@@ -241,6 +241,10 @@ class NVLinkOneSidedAlltoAll:
         startup_timeout_s = max(env.startup_timeout_s, timeout_s or 0.0)
         hidden, item = params.hidden_size, max(params.token_dtype.itemsize, 2)
         row_bytes, extra = params.dispatch_bytes_per_token, config.extra_payload_bytes_per_token
+        is_padded = isinstance(extra, int) and extra > 0 and params.dispatch_format is not None
+        if is_padded and _format_name(params.dispatch_format) == "MXFP8":
+            # What vLLM adds for padded rows is the padding's scales alone: each stands for 32 bytes of the row itself.
+            row_bytes += 32 * extra
         dispatch_bytes = _dispatch_bytes(hidden, row_bytes, extra)
         size = moe_a2a_get_workspace_size_per_rank(
             self.ep_size,

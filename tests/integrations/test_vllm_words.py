@@ -14,12 +14,15 @@ import pytest
 import torch
 from vllm_shapes import QuantConfig
 
+from a2a.comm.protocol import SingleComm
 from a2a.errors import ConfigError, ShapeError
 from a2a.integrations import vllm
 from a2a.integrations.after_import import after_import
+from a2a.integrations.flashinfer import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 from a2a.integrations.rows import RowFormat
 from a2a.integrations.vllm import dispatch_layout
 from a2a.integrations.vllm.payload import row_bytes_per_token, row_format
+from a2a.quant import wire_format
 
 H = 2880
 FP8 = QuantConfig(torch.float8_e4m3fn, [128, 128])
@@ -97,6 +100,21 @@ def test_layouts() -> None:
         dispatch_layout(H, None, torch.float32)
     with pytest.raises(ShapeError, match="multiple of 128"):
         dispatch_layout(H, FP8)
+
+
+def test_the_newer_interface_holds_padded_rows_as_vllm_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33's own class: rows padded to 3072, declared as rows of 2880 and six bytes for more scales."""
+    monkeypatch.setenv("A2A_TRANSPORT", "host")
+    params = MoEEpCommParams(4, 2, 8, H, torch.bfloat16, QuantFormat.MXFP8)
+    config = NVLinkOneSidedConfig(extra_payload_bytes_per_token=6, comm_backend=SingleComm())
+    communication = create_communication(BootstrapConfig(1, 0), params, backend=config)
+    rows = torch.randn((8, H), generator=torch.Generator().manual_seed(0)).bfloat16()
+    data, scales = wire_format("mxfp8").quantize(rows, alignment=256)
+    ids, weights = torch.zeros((8, 2), dtype=torch.int32), torch.ones((8, 2))
+    received = communication.dispatch(data, ids, weights, hidden_states_scale=scales, max_tokens_per_rank=8)
+    assert torch.equal(received.hidden_states.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(communication.combine(rows), rows)
+    communication.destroy()
 
 
 # ---- the plugin --------------------------------------------------------------------------------------------------
