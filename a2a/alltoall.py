@@ -6,9 +6,10 @@ workspace. Refuses to know how rows move (transport), where bytes live (layout) 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -57,6 +58,17 @@ _CLOSED: Final = "closed"
 _MAX_KEPT: Final = 64
 """Of each kind of thing made for a round, how many are kept for rounds like it."""
 
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Inside, tensors that name neither place nor dtype are fp32 on the CPU, whatever a model loader made the default."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -805,6 +817,7 @@ class MoeAlltoAll(RoundContext):
         PeerTimeout, PeerLost: a rank does not come.
     """
 
+    @plain_tensors()
     def __init__(
         self,
         *,
@@ -1004,6 +1017,7 @@ class MoeAlltoAll(RoundContext):
             # Views stay: the addresses are the same when the memory is back.
             context._round = None
 
+    @plain_tensors()
     def restore(self, comm: object | None = None, *, timeout_s: float | None = None) -> None:
         """Get memory at the same addresses again, zeroed, and start over as after `reset`. Collective, idempotent.
 
@@ -1036,6 +1050,7 @@ class MoeAlltoAll(RoundContext):
         for context in self.contexts:
             context._start_over()
 
+    @plain_tensors()
     def ensure(self, **sizes: Any) -> bool:
         """Grow to the union of what this object holds and what any rank of its group asks for. Collective.
 

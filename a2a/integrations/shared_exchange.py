@@ -6,8 +6,6 @@ whose layers share it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,8 +84,7 @@ class SharedExchange:
         if torch.cuda.is_available():
             # The workspace is no memory of the caching allocator: what that holds idle may be what is missing.
             torch.cuda.empty_cache()
-        with plain_tensors():
-            return self._grow(sizes, hidden_size, row_bytes_per_token)
+        return self._grow(sizes, hidden_size, row_bytes_per_token)
 
     def _grow(self, sizes: dict[str, Any], hidden_size: int, row_bytes_per_token: int) -> MoeAlltoAll:
         if self._moe is None:
@@ -153,18 +150,6 @@ class Exchanges:
         """Let go of all; idempotent."""
         for _, _, exchange in self._held:
             exchange.close()
-
-
-@contextlib.contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Tensors that name neither place nor kind are fp32 on the CPU inside, whatever an engine has made the default."""
-    kind = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(kind)
 
 
 def _row(hidden_size: int, row_bytes_per_token: int) -> dict[str, Any]:

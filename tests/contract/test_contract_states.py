@@ -225,3 +225,23 @@ def test_views_outlive_the_object_and_memory_does_not() -> None:
     (fds, maps, rss), (last_fds, last_maps, last_rss) = figures[3], figures[-1]
     assert last_fds <= fds and last_maps <= maps + 2, figures
     assert last_rss <= rss + 32 * 2**20, figures
+
+
+def under_a_model_loader(comm: Comm, transport: str) -> int:
+    case = Case(ep_size=comm.Get_size())
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            moe = a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport=transport)
+            moe.ensure(hidden_size=2 * case.hidden_size)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(dtype)
+    play(moe, draw(case, 1), comm.Get_rank())
+    moe.close()
+    return comm.Get_rank()
+
+
+def test_defaults_of_a_model_loader_change_nothing(run_ranks: Ranks, transport: str) -> None:
+    assert run_ranks(under_a_model_loader, 2, transport) == [0, 1]

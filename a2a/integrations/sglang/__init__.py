@@ -11,11 +11,12 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from a2a.alltoall import plain_tensors
 from a2a.integrations.after_import import after_import
 from a2a.integrations.sglang.arguments import Resolved, resolve_config
 from a2a.integrations.sglang.dispatcher import Dispatcher, dispatcher_class
 from a2a.integrations.sglang.engine import Engine, installed_engine
-from a2a.integrations.shared_exchange import Exchanges, plain_tensors
+from a2a.integrations.shared_exchange import Exchanges
 
 __all__ = [
     "Dispatcher",
