@@ -61,7 +61,7 @@ _MAX_KEPT: Final = 64
 
 @contextlib.contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Inside, tensors that name neither place nor dtype are fp32 on the CPU, whatever a model loader made the default."""
+    """Inside, tensors that name no place and no dtype are fp32 on the CPU, whatever a model loader made the default."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -30,7 +30,7 @@ class Env:
             its ranks, not by users; default None.
         tuning: A2A_TUNING, a file that `a2a tune` wrote, taken instead of the shipped table of launch shapes; the same
             contents on every rank; default None.
-        commit: A2A_COMMIT, commit of the code that runs, for reports from a copy that is no checkout; default None.
+        commit: A2A_COMMIT, commit of the code that runs, for reports from a copy; default None: the checkout's.
         install_flashinfer: A2A_INSTALL_FLASHINFER, "1" to let engines that look for FlashInfer's exchange find this
             package's from the start of the process on (see `a2a.integrations.flashinfer.install`), "shared" for the
             same with `share_workspaces`; "0" counts as unset; default None.

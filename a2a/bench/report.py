@@ -67,13 +67,14 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that the package runs from, "+" appended when it has changes.
+    """What A2A_COMMIT says; else the commit of the checkout that the package runs from, with "+" where it has changes.
 
-    Outside of a checkout what A2A_COMMIT says, else None.
+    A copy of a checkout may hold other files than its history says, hence the order. None where neither is known.
     """
+    told = Env.read().commit
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return Env.read().commit
+    if told is not None or not (root / ".git").exists():
+        return told
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -84,7 +85,7 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return Env.read().commit
+        return None
 
 
 def write_json(target: str, document: Mapping[str, Any]) -> None:

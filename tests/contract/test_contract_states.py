@@ -238,7 +238,7 @@ def under_a_model_loader(comm: Comm, transport: str) -> int:
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(dtype)
-    play(moe, draw(case, 1), comm.Get_rank())
+    play(moe, draw(case, 1))
     moe.close()
     return comm.Get_rank()
 

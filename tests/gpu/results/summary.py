@@ -23,10 +23,15 @@ HEAD = """\
 # What was measured, on which machine, from which commit
 
 Written by `python tests/gpu/results/summary.py --readme` from the files beside it, which are what `a2a bench --json`
-wrote. Microseconds per round of the slowest rank, median over rounds; every row was compared bit by bit before it was
-timed and after. In a graph the pair is timed whole; its phases in a graph of their own, with events between them, which
-keep kernels apart that otherwise overlap. Physical GB/s count what leaves a rank. "of a copy" is the time of plain
-copies of the same bytes between the GPUs, taken in the same run, as a share of a2a's.
+wrote, but for the path behind its `--json`. Microseconds per round of the slowest rank, median over rounds; every row
+was compared bit by bit before it was timed and after. In a graph the pair is timed whole; its phases in a graph of
+their own, with events between them, which keep kernels apart that otherwise overlap. Physical GB/s count what leaves a
+rank. "of a copy" is the time of plain copies of the same bytes between the GPUs, taken in the same run, as a share of
+a2a's.
+
+A "+" behind a commit: the copy that was measured held other files than that commit. These runs' files were those of
+commit 9edf25f; the launch shapes were the table that `a2a tune` had just made (now configs/tuning/sm_90.toml) for
+h200x2_bf16_token_graph and h200x2_formats_token_graph, and the one before it for the others.
 """
 
 
