@@ -471,6 +471,10 @@ class Exchange:
     def _enter(self, stream: Any) -> Any:
         """The stream to launch on, behind what this object launched on another one."""
         if stream is None:
+            # Making a stream object takes longer than a launch, and nearly always it is the stream of the last one.
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if self.stream is not None and self.stream.cuda_stream == handle:
+                return self.stream
             stream = torch.cuda.current_stream(self.device)
         elif isinstance(stream, int):
             stream = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
