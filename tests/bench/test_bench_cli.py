@@ -196,7 +196,7 @@ def test_an_inexact_row_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sweep, "run", lambda *_: [{"exact": True}, {"exact": None}])
     monkeypatch.setattr("a2a.bench.report.print_bench", lambda rows: None)
     options = cli._parser().parse_args(list(SMALL))
-    task, _ = cli._sweep_of(options)
+    task, _ = cli._sweep_of(options, list(SMALL))
     assert cli._bench_rank(task, SingleComm(), None, "local", 1) == 1
 
 

@@ -188,8 +188,10 @@ def test_descriptors_stay_flat():
 
 
 PARENT = """
-import os, sys, time
+import os, signal, sys, time
 from a2a.comm import spawn
+# What a shell starts in the background has inherited to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def tell(process_ids):
     print(*process_ids, flush=True)
 if __name__ == "__main__":
@@ -204,12 +206,15 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, sig: int):
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                               text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert parent.stdout is not None
-    ranks = [int(word) for word in parent.stdout.readline().split()]
-    assert len(ranks) == 3
-    family = psutil.Process(parent.pid).children(recursive=True)
-    assert {child.pid for child in family} >= set(ranks)
-    parent.send_signal(sig)
-    assert parent.wait(timeout=30) != 0
+    try:
+        ranks = [int(word) for word in parent.stdout.readline().split()]
+        assert len(ranks) == 3
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert {child.pid for child in family} >= set(ranks)
+        parent.send_signal(sig)
+        assert parent.wait(timeout=30) != 0
+    finally:
+        parent.kill()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     parent.stdout.close()
