@@ -231,7 +231,7 @@ __device__ __forceinline__ bool await_two_words(const Round& round, const u64* f
 // 16 of a line's 128 bytes, by one of 8 neighbouring lanes whose stores leave as one 128-byte transaction; the last
 // lane's upper half is the tag. PTX promises the atomicity of each 8 bytes only. That the 128 bytes of such a warp store
 // become visible together is a property observed on the machines (and relied on by NCCL's LL128), not an ordering of the
-// model, and nothing probes it: on a machine without it the bulk regime must be used at every size (small_max_tokens 0).
+// model. Every build probes it between its ranks (probe.cu); where a line is torn the bulk regime is used at every size.
 // Partner: load_line_part, whose 8 lanes read the line by one warp load. Because the tag travels with the data, no
 // fence orders them.
 __device__ __forceinline__ void store_line_part(u64* to, u64 low, u64 high) {
