@@ -95,7 +95,7 @@ __device__ __forceinline__ void route_and_count(const DispatchParams& p, const R
 }
 
 // The grid's row 0. As in every kernel of this regime, what needs no earlier kernel's result is computed before the wait
-// for it: at few tokens a round takes as long as the instructions between that wait and the first store.
+// for it: nothing hides the instructions between that wait and the first store, and few tokens take little else.
 __device__ __forceinline__ void dispatch_small_routing(const DispatchParams& p, u32* verdict) {
   __shared__ Placing placings[MAX_THREADS / 32];
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);

@@ -92,8 +92,8 @@ __device__ __forceinline__ void segment_of(u32 row_bytes, u32 segment, u32 segme
   end = min(row_bytes, begin + part);
 }
 
-// The same for rows that do not lie on 16 bytes, to one destination, with the widest access that fits. Out of line, like
-// all that is rare here: code that is jumped over still has to be fetched by everybody.
+// The same for rows that do not lie on 16 bytes, to one destination, 4 bytes at a time where they allow it, else one.
+// Out of line, like all that is rare here, so that it costs the common path neither registers nor branches around it.
 __device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 end, u32 alignment) {
   const u32 lane = threadIdx.x % 32;
   if (alignment >= 4) {
@@ -104,7 +104,7 @@ __device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 
   }
 }
 
-// Copies with the widest access that both addresses and the width allow.
+// Copies 16 bytes at a time where both addresses and the width allow it.
 template <typename RowAt>
 __device__ __forceinline__ void copy_row(const u8* from, u32 begin, u32 end, u32 alignment, const Destinations& to,
                                          RowAt row_at) {
