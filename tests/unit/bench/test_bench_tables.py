@@ -114,3 +114,14 @@ def test_what_fails_or_is_not_reached_is_told(
     assert not commands and "the time is over" in capsys.readouterr().out
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     assert ep_table.main(["--presets", "deepseek-v3", "--wire-formats", "bf16", "--out", str(tmp_path)]) == 1
+
+
+def test_readme_has_the_figures_of_the_files() -> None:
+    figures = _load("tests/bench/results/readme_tables.py")
+    lines = (ROOT / "README.md").read_text().splitlines()
+    wanted = [*figures.host_table(), *figures.gpu_table(), *(f"    {command}" for command in figures.commands())]
+    missing = [line for line in wanted if line not in lines]
+    assert not missing, f"README lacks what tests/bench/results/readme_tables.py prints: {missing}"
+    assert figures.largest() in "\n".join(lines)
+    # Nor has it multiples that no file is behind.
+    assert [line for line in lines if line.startswith("|") and "x) |" in line] == list(figures.host_table())
