@@ -7,6 +7,9 @@ those marked `alone` time something or run long on the device, and come after th
     --logs DIR      one log per process (default: a temporary directory)
     --limit-s S     of either part (default 480)
     -k EXPRESSION   as pytest's
+    PATH ...        of tests (default: tests/gpu tests/contract)
+
+Processes share the cores and take turns at which GPU comes first.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("tests/gpu", "tests/contract")
@@ -32,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--limit-s", type=float, default=480.0)
     parser.add_argument("-k", default="")
+    parser.add_argument("paths", nargs="*", default=PATHS)
     options = parser.parse_args(arguments)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="a2a-gpu-"))
     logs.mkdir(parents=True, exist_ok=True)
-    together, alone = _collect("not alone", options.k), _collect("alone", options.k)
+    together, alone = (_collect(marker, options.k, options.paths) for marker in ("not alone", "alone"))
     if not together + alone:
         print("no test was found")
         return 1
@@ -53,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if not any(codes) else 1
 
 
-def _collect(marker: str, expression: str) -> list[str]:
+def _collect(marker: str, expression: str, paths: Sequence[str]) -> list[str]:
     """Names of the tests for GPUs: all of tests/gpu, and those of the contract suite on a GPU transport."""
-    command = [*_PYTEST, "--collect-only", "-m", marker, "-k", expression, *PATHS]
+    command = [*_PYTEST, "--collect-only", "-m", marker, "-k", expression, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     # 5: nothing matches.
     if done.returncode not in (0, 5):
@@ -66,20 +73,44 @@ def _collect(marker: str, expression: str) -> list[str]:
 
 def _run(shards: dict[str, list[str]], logs: Path, limit_s: float) -> list[int]:
     started = []
-    for name, ids in shards.items():
+    for number, (name, ids) in enumerate(shards.items()):
         with (logs / f"{name}.log").open("w") as log:
-            command = [*_PYTEST, "--durations=10", "-rfE", *ids]
-            started.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+            command = [*_PYTEST, "--durations=15", "-rfE", *ids]
+            environment = _share(number, len(shards))
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + limit_s
     codes = []
     for each in started:
         try:
             codes.append(each.wait(max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
-            each.terminate()
-            codes.append(each.wait(30))
+            # As from a keyboard: pytest then says what failed so far.
+            each.send_signal(signal.SIGINT)
+            codes.append(_end(each))
             print(f"ended after {limit_s:.0f} s: see its log", flush=True)
     return codes
+
+
+def _share(number: int, count: int) -> dict[str, str]:
+    """Environment of one process of several: its part of the cores, and the GPUs in an order of its own."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not gpus[0]:
+        gpus = [str(index) for index in range(torch.cuda.device_count())]
+    first = number % max(1, len(gpus))
+    threads = max(1, (os.cpu_count() or 1) // count)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first]),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _tell(log: Path) -> None:

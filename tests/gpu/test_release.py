@@ -64,6 +64,7 @@ def _memory_is_given_back(comm: Comm) -> list[bool]:
     return facts
 
 
+@pytest.mark.alone
 def test_memory_is_given_back_and_comes_again(run_ranks: Any) -> None:
     for facts in run_ranks(_memory_is_given_back, 2):
         assert all(facts), facts
