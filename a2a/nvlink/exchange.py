@@ -24,6 +24,7 @@ from a2a.nvlink.driver import arch_of
 from a2a.nvlink.launch import Kernel, Library
 from a2a.nvlink.params import (
     MAX_CTAS,
+    MAX_PUSHED_SEGMENTS,
     OUTPUT_TYPES,
     PIECE_BYTES,
     WIRE_FORMATS,
@@ -35,6 +36,7 @@ from a2a.nvlink.params import (
     image_bytes,
     landing_tokens,
     lines,
+    pushed_rows_fit,
 )
 from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
@@ -47,9 +49,7 @@ _WORDS_STRIDE: Final = 128
 _LINE_THREADS: Final = 8
 """Threads that move one landing line, 16 bytes each."""
 _SEGMENT_BYTES: Final = 1024
-_UNIT_BYTES: Final = 7 * 512
-"""What the bulk kernels' warps have in flight at once: 7 accesses of 16 bytes per lane. The last row of a larger unit
-would end long after the others."""
+"""A row is not cut into less, however few rows there are."""
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
 
@@ -124,7 +124,8 @@ class Exchange:
         self._load(wires, config.top_k, combine=True)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
-        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place.
+        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place, or
+        read where they lie; "push": combine rows sent to their tokens' ranks.
 
         Of rows as wide as the configuration's; "small, bulk" where dispatch and combine differ.
         """
@@ -236,7 +237,8 @@ class Exchange:
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         top_k = self._top_k[call.context]
-        kernel = self._combine_kernel(f"combine_{'bulk' if point.regime == 'bulk' else 'small_bytes'}_{kind}", top_k)
+        way = "small_bytes" if point.regime == "small" else point.regime
+        kernel = self._combine_kernel(f"combine_{way}_{kind}", top_k)
         if point.regime == "small" and output.dtype == payload.dtype:
             words = self._combine_kernel(f"combine_small_words_{kind}", top_k)
             widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
@@ -245,6 +247,10 @@ class Exchange:
         if quantizes:
             with torch.cuda.stream(stream):
                 payload = _wire_rows(payload)
+        elif point.regime == "push" and self._in_dispatch_area(payload, call.context):
+            # Peers push their rows there while ours are still being read.
+            with torch.cuda.stream(stream):
+                payload = self._staged(payload, call.context)
         params = kernel.parameters
         row_bytes = payload.shape[2] * payload.dtype.itemsize
         staged = quantizes or not call.payload_in_workspace
@@ -265,6 +271,8 @@ class Exchange:
             params.digest = _digest([row_bytes], kind)
             if point.regime == "small":
                 self._small_shape(kernel, point, row_bytes, most, call.num_sms, False)
+            elif point.regime == "push":
+                self._push_shape(kernel, point, row_bytes, call.num_sms)
             else:
                 self._bulk_shape(kernel, point, call.num_tokens, row_bytes, call.num_sms)
             kernel.prepared = prepared
@@ -273,6 +281,18 @@ class Exchange:
         kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, point))
         if call.stream is not None:
             self._used_on(stream, [payload, output])
+
+    def _in_dispatch_area(self, payload: Tensor, context: int) -> bool:
+        area = self._layout.region("dispatch", context)
+        start = payload.data_ptr() - self.workspace.data_ptr() - self.ep_rank * self.workspace.stride(0)
+        return start < area.end_bytes and start + payload.numel() * payload.element_size() > area.offset_bytes
+
+    def _staged(self, payload: Tensor, context: int) -> Tensor:
+        """The payload copied to the combine area, where nobody writes."""
+        num_bytes = payload.numel() * payload.element_size()
+        start = self._layout.combine_offset(payload.shape[2] * payload.element_size(), context)
+        area = self.workspace[self.ep_rank, start : start + num_bytes].view(payload.dtype).view(payload.shape)
+        return area.copy_(payload)
 
     # ---- the host's side of failures -------------------------------------------------------------------------------
 
@@ -364,7 +384,7 @@ class Exchange:
 
     def _take_combine(self, library: Library, kind: str, top_k: int) -> None:
         # Rows of the e4m3 wire are read where they lie, however few.
-        for way in ("bulk",) if kind == "e4m3" else ("small_words", "small_bytes", "bulk"):
+        for way in ("bulk",) if kind == "e4m3" else ("small_words", "small_bytes", "bulk", "push"):
             kernel = library.kernel(f"combine_{way}_{kind}", CombineParams)
             self._constants(kernel.parameters)
             self._kernels["combine", f"combine_{way}_{kind}", top_k] = kernel
@@ -400,17 +420,21 @@ class Exchange:
                 ep_size=self._config.ep_size,
                 row_bytes=image_bytes(widths),
                 tokens=most,
-                regimes=self._regimes(phase, quantized, most),
+                regimes=self._regimes(phase, quantized, widths, most),
             )
         return point
 
-    def _regimes(self, phase: str, quantized: bool, most: int) -> tuple[str, ...]:
+    def _regimes(self, phase: str, quantized: bool, widths: tuple[int, ...], most: int) -> tuple[str, ...]:
         # Rows of combine's e4m3 wire are read where they lie, however few.
-        if most > self.landing_tokens or (quantized and phase == "combine"):
+        if phase == "combine" and quantized:
             return ("bulk",)
+        pushes = phase == "combine" and pushed_rows_fit(self._config, widths[0], most)
+        large = ("bulk", "push") if pushes else ("bulk",)
+        if most > self.landing_tokens:
+            return large
         if self._small_max_tokens is None:
-            return ("small", "bulk")
-        return ("small",) if most <= self._small_max_tokens else ("bulk",)
+            return ("small", *large)
+        return ("small",) if most <= self._small_max_tokens else large
 
     def _whole_words(
         self, kernel: Kernel, point: Point, widths: tuple[int, ...], addresses: Sequence[int], num_sms: int | None
@@ -449,8 +473,17 @@ class Exchange:
         wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
         threads = min(point.threads, kernel.max_threads)
         num_blocks = min(wanted, self._max_resident(kernel, threads, 0, None), MAX_CTAS)
-        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (threads // 32 - 1))
+        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (threads // 32 - 1), point.unit_bytes)
         kernel.shape((num_blocks, 1), threads, 0)
+
+    def _push_shape(self, kernel: Kernel, point: Point, row_bytes: int, num_sms: int | None) -> None:
+        wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
+        threads = min(point.threads, kernel.max_threads)
+        # Equal on all ranks: each reads the flags that the others raise.
+        segments = max(1, min(MAX_PUSHED_SEGMENTS, row_bytes // point.unit_bytes))
+        kernel.parameters.segments = segments
+        kernel.parameters.push_warps = min(point.push_warps, threads // 32)
+        kernel.shape((min(wanted, self._max_resident(kernel, threads, 0, None)), 1), threads, 0)
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
         key = (kernel, threads, shared)
@@ -505,10 +538,10 @@ def _shared_bytes(num_bytes: int, fused: bool) -> int:
     return -(-num_bytes // 16) * 16 if fused else 0
 
 
-def _segments(num_rows: int, row_bytes: int, num_warps: int) -> int:
+def _segments(num_rows: int, row_bytes: int, num_warps: int, unit_bytes: int) -> int:
     """Units that a row is cut into: one that a warp moves at a time, or less where few rows must feed all warps."""
     most = max(1, row_bytes // _SEGMENT_BYTES)
-    return max(-(-row_bytes // _UNIT_BYTES), min(most, -(-2 * num_warps // max(num_rows, 1))))
+    return max(-(-row_bytes // unit_bytes), min(most, -(-2 * num_warps // max(num_rows, 1))))
 
 
 def _digest(widths: Sequence[int], more: object) -> int:

@@ -11,13 +11,17 @@ Memory
 
     round_state       2048                local words. u32 at byte 0: dispatch_round, the last round whose
                                           combine has run; 4: combine_round, the round whose dispatch has run;
-                                          8: error, nonzero from the first failure until a reset. Each 128-byte
+                                          8: error, nonzero from the first failure until a reset; 12: the last
+                                          round whose rows this rank has pushed. Each 128-byte
                                           line from 1 on holds one counter or time.
     dispatch_header   2*ep*32             by round parity and source: u64 (round << 32 | R), (round << 32 | digest),
                                           (round << 32 | CTAs that will raise a flag)
     combine_header    2*ep*32             the same for combine; R, digest of the row, CTAs that stage (0: none)
     dispatch_flags    2*ep*MAX_CTAS*4     u32 round, by parity, source, CTA of the source; bulk regime
     combine_flags     2*ep*MAX_CTAS*4     the same; staged rows of the bulk combine
+    pushed_flags      ep*M*16             u32 round, by the rank that held a row, its slot there, segment; pushed rows
+                                          of combine. Only with scrubbing: without it, rows that no token was
+                                          written to stay as they are, and none may land there
     sent_bits         ep*W*8              local, by destination and 32 tokens: u64 (round << 32 | one bit per token)
     valid_bits        2*ep*W*8            by parity, source, 32 tokens: the same word as its source sent it
     tables_ready      W*4                 local u32 round per 32 tokens: this rank's tables are written
@@ -34,13 +38,16 @@ Rounds
     HostWords.first_round = N + 1 gives the next round the start-up budget again.
 
 Regimes
-    "small" if R <= min(landing_tokens(config), the regime table's value); otherwise "bulk". Must be equal on all ranks:
-    R, the config and the table are. dispatch and combine of a round may differ in regime. A small launch handles any
-    R <= landing_tokens(config).
+    "small", "bulk" or, for combine, "push", as the regime table has it for R, the widths of the rows and ep. Must be
+    equal on all ranks: R, the widths, the config and the table are. dispatch and combine of a round may differ in
+    regime. A small launch handles any R <= landing_tokens(config), a push any R for which `pushed_rows_fit`: its rows
+    land in the dispatch area, which is dead from the start of combine on. The next bulk dispatch of a rank that has
+    pushed waits for every rank's header before it writes there, and so until those rows are read.
 
 Kernels, one module per phase; entry points
     dispatch.cu   dispatch_small_{words,bytes}, dispatch_bulk                        (DispatchParams by value)
-    combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3} (CombineParams)
+    combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3},
+                  combine_push_{bf16,fp16,fp32}                                      (CombineParams)
     the suffix being the type of the payload; the output type is the field output_type. e4m3: rows of
     low_precision_bytes_per_token, or plain e4m3 rows, row_pitch apart.
 
@@ -54,6 +61,8 @@ Launch rules
         are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
         that many units, so that n * segments units feed g * (x/32 - 1) warps.
+    push: as bulk, segments <= MAX_PUSHED_SEGMENTS, rows of whole 16 bytes, payload not in the dispatch area; push_warps
+        >= 1 warps of a CTA send before they add.
     All CTAs of a launch, and those of all ranks that share a device, must be resident together: that is what bounds
     c * (1 + y) and g, and why programmatic launch (which makes the next kernel resident early) must be off when ranks
     share a device.
@@ -78,6 +87,8 @@ from a2a.config import MAX_PAYLOADS, ExchangeConfig
 
 MAX_CTAS: Final = 512
 """CTAs of a bulk launch; each has a flag of its own at every receiver."""
+MAX_PUSHED_SEGMENTS: Final = 4
+"""Parts of a pushed row that come with a flag of their own."""
 MAX_THREADS: Final = 512
 """Threads of a CTA: at most 128 registers each."""
 MAX_SMALL_THREADS: Final = 320
@@ -199,6 +210,8 @@ class CombineParams(ctypes.Structure):
         ("recv_counts_offset", ctypes.c_uint64),
         ("combine_offset", ctypes.c_uint64),  # the combine area, [ep, R, H'] this round
         ("rank_mask_offset", ctypes.c_uint64),
+        ("dispatch_offset", ctypes.c_uint64),  # the dispatch area, where pushed rows land as [ep, R, H']
+        ("pushed_flags_offset", ctypes.c_uint64),
         ("ep_rank", ctypes.c_uint32),
         ("num_tokens", ctypes.c_uint32),
         ("runtime_max_tokens_per_rank", ctypes.c_uint32),
@@ -211,6 +224,8 @@ class CombineParams(ctypes.Structure):
         ("segments", ctypes.c_uint32),
         ("row_pitch", ctypes.c_uint32),  # bytes from one row to the next; combine_bulk_e4m3
         ("scaled", ctypes.c_uint32),  # 1 if rows carry a scale per 128 elements; combine_bulk_e4m3
+        ("push_warps", ctypes.c_uint32),  # warps of a CTA that send rows before they add; combine_push
+        ("pad", ctypes.c_uint32),
     )
 
 
@@ -257,6 +272,7 @@ def device_source() -> str:
         "using u8 = unsigned char; using u16 = unsigned short; using u32 = unsigned int; using i32 = int;",
         "using u64 = unsigned long long; using i64 = long long;",
         f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_SMALL_THREADS = {MAX_SMALL_THREADS};",
+        f"constexpr u32 MAX_PUSHED_SEGMENTS = {MAX_PUSHED_SEGMENTS};",
         f"constexpr u32 LINE_BYTES = {LINE_BYTES}, LINE_DATA_BYTES = {LINE_DATA_BYTES}, HEADER_BYTES = {HEADER_BYTES};",
     ]
     for struct in STRUCTS:
@@ -315,6 +331,13 @@ def landing_tokens(config: ExchangeConfig) -> int:
     return min(config.max_num_tokens, MAX_LANDING_TOKENS, LANDING_BUDGET_BYTES // per_token)
 
 
+def pushed_rows_fit(config: ExchangeConfig, row_bytes: int, runtime_max_tokens_per_rank: int) -> bool:
+    """Whether combine rows of that width can be pushed; equal on all ranks."""
+    area = config.ep_size * config.max_num_tokens * config.dispatch_bytes_per_token
+    rows = config.ep_size * runtime_max_tokens_per_rank * row_bytes
+    return config.scrub is not None and config.ep_size > 1 and row_bytes % 16 == 0 and rows <= area
+
+
 def control_regions(config: ExchangeConfig) -> list[tuple[str, int]]:
     """(name, bytes) of the regions that the kernels need in each context; see the module's docstring."""
     ep, words = config.ep_size, -(-config.max_num_tokens // 32)
@@ -330,6 +353,8 @@ def control_regions(config: ExchangeConfig) -> list[tuple[str, int]]:
         ("valid_bits", 2 * ep * words * 8),
         ("tables_ready", words * 4),
     ]
+    if config.scrub is not None and ep > 1:
+        regions.append(("pushed_flags", ep * config.max_num_tokens * MAX_PUSHED_SEGMENTS * 4))
     if config.eplb_stats_num_experts:
         regions.append(("eplb_landing", 2 * ep * config.eplb_stats_num_experts * 8))
     if tokens:

@@ -25,7 +25,8 @@ from a2a.errors import ConfigError
 PHASES: Final = ("dispatch", "combine")
 ROWS: Final = ("copied", "quantized")
 """Whether a kernel moves rows as they are or makes the wire format itself; combine only copies."""
-REGIMES: Final = ("small", "bulk")
+REGIMES: Final = ("small", "bulk", "push")
+"""push: combine alone."""
 MAX_POINT_THREADS: Final = 512
 _ARCH: Final = re.compile(r"sm_(\d+)")
 
@@ -41,8 +42,12 @@ class Point:
         regime: of `REGIMES`.
         threads: of a CTA, a multiple of 32; fewer where a row has less for them to do.
         parts_per_thread: small regime: 16-byte parts of a row that one thread moves, hence the CTAs of a row.
-        ctas: bulk regime: CTAs of the grid; 0: one per SM.
+        ctas: bulk and push: CTAs of the grid; 0: one per SM.
+        unit_bytes: bulk and push: what a warp claims at a time, of a row; less where few rows must feed all warps.
+        push_warps: push: warps of a CTA that send before they add.
         pdl: whether the kernel may come before the one before it has ended.
+        pair_us: of the round with which it was found best; 0.0: not measured. Of two points for a size, the one with
+            the lesser is taken.
     """
 
     phase: str
@@ -54,28 +59,41 @@ class Point:
     threads: int
     parts_per_thread: int = 1
     ctas: int = 0
+    unit_bytes: int = 3584
+    push_warps: int = 0
     pdl: bool = False
+    pair_us: float = 0.0
 
     def __post_init__(self) -> None:
         for key, known in (("phase", PHASES), ("rows", ROWS), ("regime", REGIMES)):
             if getattr(self, key) not in known:
                 raise ConfigError(what=key, got=getattr(self, key), wanted="one of " + ", ".join(known))
-        lowest = {"ep_size": 1, "row_bytes": 1, "tokens": 1, "parts_per_thread": 1, "ctas": 0}
+        lowest = {"ep_size": 1, "row_bytes": 1, "tokens": 1, "parts_per_thread": 1, "ctas": 0, "unit_bytes": 512}
+        lowest["push_warps"] = int(self.regime == "push")
         for key, low in lowest.items():
             value = getattr(self, key)
             if type(value) is not int or value < low:
                 raise ConfigError(what=key, got=value, wanted=f"an integer >= {low}")
         if type(self.threads) is not int or self.threads % 32 or not 32 <= self.threads <= MAX_POINT_THREADS:
             raise ConfigError(what="threads", got=self.threads, wanted=f"a multiple of 32 up to {MAX_POINT_THREADS}")
+        if self.regime == "push" and self.phase != "combine":
+            raise ConfigError(what="regime", got=self.regime, wanted="small or bulk for dispatch")
         if self.regime == "bulk" and self.threads < 64:
             raise ConfigError(what="threads", got=self.threads, wanted="at least 64: a bulk CTA has a warp for signals")
         if type(self.pdl) is not bool:
             raise ConfigError(what="pdl", got=self.pdl, wanted="true or false")
+        if type(self.pair_us) not in (int, float) or not 0.0 <= self.pair_us < math.inf:
+            raise ConfigError(what="pair_us", got=self.pair_us, wanted="microseconds >= 0")
 
     @property
     def size(self) -> tuple[str, str, int, int, int]:
         """What the point is for."""
         return self.phase, self.rows, self.ep_size, self.row_bytes, self.tokens
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int, str]:
+        """What a table has one point for."""
+        return *self.size, self.regime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +103,8 @@ class Tuning:
     Attributes:
         name: architecture, or the path of a file.
         source: how it was obtained.
-        points: each size at most once; every phase in every regime at least once.
+        points: each size at most once in a regime; every phase at least once in small and in bulk, which, unlike push,
+            are there for every round.
     """
 
     name: str
@@ -93,14 +112,14 @@ class Tuning:
     points: tuple[Point, ...]
 
     def __post_init__(self) -> None:
-        sizes = [point.size for point in self.points]
-        if len(set(sizes)) != len(sizes):
-            twice = next(size for size in sizes if sizes.count(size) > 1)
+        keys = [point.key for point in self.points]
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
             raise ConfigError(
                 what=f"tuning table {self.name}", got=f"two points for {twice}", wanted="one for each size"
             )
         for phase, rows in (("dispatch", "copied"), ("dispatch", "quantized"), ("combine", "copied")):
-            for regime in REGIMES:
+            for regime in ("small", "bulk"):
                 if not any((each.phase, each.rows, each.regime) == (phase, rows, regime) for each in self.points):
                     raise ConfigError(
                         what=f"tuning table {self.name}",
@@ -111,14 +130,15 @@ class Tuning:
     @functools.cached_property
     def digest(self) -> str:
         """Equal for tables that choose alike."""
-        return hashlib.sha256(repr(sorted(self.points, key=lambda point: point.size)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(sorted(self.points, key=lambda point: point.key)).encode()).hexdigest()[:16]
 
     def choose(
         self, phase: str, rows: str, *, ep_size: int, row_bytes: int, tokens: int, regimes: Collection[str] = REGIMES
     ) -> Point:
         """The point nearest to a size: by ranks, then by bytes of a row, then by bytes of a rank's R rows, as ratios.
 
-        Sizes that are as far above one point as below another go with the smaller.
+        Sizes that are as far above one point as below another go with the smaller; of two regimes for a size, the one
+        that was faster.
 
         Args:
             row_bytes: 0 counts as 1.
@@ -127,22 +147,24 @@ class Tuning:
         """
         width = max(row_bytes, 1)
 
-        def distance(point: Point) -> tuple[float, float, float, int]:
+        def distance(point: Point) -> tuple[float, float, float, int, float]:
             ratios = (
                 ep_size / point.ep_size,
                 width / point.row_bytes,
                 width * tokens / (point.row_bytes * point.tokens),
             )
             ranks, bytes_of_row, bytes_of_rows = (round(abs(math.log(ratio)), 9) for ratio in ratios)
-            return ranks, bytes_of_row, bytes_of_rows, point.tokens
+            return ranks, bytes_of_row, bytes_of_rows, point.tokens, point.pair_us
 
         able = [each for each in self.points if (each.phase, each.rows) == (phase, rows) and each.regime in regimes]
         return min(able, key=distance)
 
     def with_points(self, points: Iterable[Point], source: str) -> Tuning:
         """The table with some sizes measured anew or for the first time."""
-        found = {point.size: point for point in self.points} | {point.size: point for point in points}
-        return Tuning(self.name, source, _sorted(found.values()))
+        found = tuple(points)
+        sizes = {point.size for point in found}
+        kept = (point for point in self.points if point.size not in sizes)
+        return Tuning(self.name, source, _sorted((*kept, *found)))
 
     def replaced_by(self, points: Sequence[Point], source: str) -> Tuning:
         """The table after a measurement: points for the same kind of rows go, whatever their number of tokens.
@@ -224,7 +246,7 @@ def read_tuning(path: Path) -> Tuning:
 
 
 def _sorted(points: Iterable[Point]) -> tuple[Point, ...]:
-    return tuple(sorted(points, key=lambda point: point.size))
+    return tuple(sorted(points, key=lambda point: point.key))
 
 
 def _point(where: str, entry: Any) -> Point:

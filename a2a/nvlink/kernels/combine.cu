@@ -4,6 +4,7 @@
 // they are launched.
 
 #include "combine_bulk.cuh"
+#include "combine_push.cuh"
 #include "combine_small.cuh"
 
 // Small kernels are bound by how many CTAs are resident, bulk kernels by what each thread has in flight.
@@ -18,7 +19,8 @@ constexpr bool SMALL_IS_LEAN = TOP_K <= 32;
 #define COMBINE_TYPE(name, type)                                                                             \
   COMBINE(combine_small_words_##name, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 3 : 1, (combine_small<type, true>))  \
   COMBINE(combine_small_bytes_##name, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 2 : 1, (combine_small<type, false>)) \
-  COMBINE(combine_bulk_##name, MAX_THREADS, 1, combine_bulk<type>)
+  COMBINE(combine_bulk_##name, MAX_THREADS, 1, combine_bulk<type>)                                           \
+  COMBINE(combine_push_##name, MAX_THREADS, 1, combine_push<type>)
 
 // A module has the kernels of one payload type, so that the types compile side by side; all where none is named.
 #if !defined(ONE_TYPE) || ONE_TYPE == 0

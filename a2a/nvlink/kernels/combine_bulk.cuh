@@ -33,12 +33,18 @@ struct HeldRows {
   u64 starts[WORDS];
   u32 count;
 
+  // PUSHED: the holders have sent them here; otherwise they lie where the holders keep them.
+  template <bool PUSHED>
   __device__ __forceinline__ void find(const CombineParams& p, const Holders& holders, u32 row_bytes) {
     count = 0;
     for_each_rank(holders.set(), [&](u32 rank) {
       // Our own rows never left the payload.
-      const u64 area = rank == p.ep_rank ? p.payload : p.workspace + rank * p.stride + p.combine_offset;
-      const u64 start = area + (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + holders.slot_at(rank)) * row_bytes;
+      const bool here = PUSHED && rank != p.ep_rank;
+      const u64 area = here                ? p.workspace + p.ep_rank * p.stride + p.dispatch_offset
+                       : rank == p.ep_rank ? p.payload
+                                           : p.workspace + rank * p.stride + p.combine_offset;
+      const u64 block = u64(here ? rank : p.ep_rank) * p.runtime_max_tokens_per_rank;
+      const u64 start = area + (block + holders.slot_at(rank)) * row_bytes;
 #pragma unroll
       for (u32 i = 0; i < WORDS; ++i)
         if (count == i * 32 + threadIdx.x % 32) starts[i] = start;
@@ -141,13 +147,11 @@ __device__ __forceinline__ void sum_narrow(const CombineParams& p, const HeldRow
 }
 
 // Adds a segment of one token's rows.
-template <u32 TYPE>
-__device__ __forceinline__ void sum_unit(const CombineParams& p, u32 unit, u32 row_bytes) {
+template <u32 TYPE, bool PUSHED>
+__device__ __forceinline__ void sum_unit(const CombineParams& p, const Holders& holders, u32 unit, u32 row_bytes) {
   const u32 token = unit / p.segments, segment = unit % p.segments;
-  Holders holders;
-  holders.load(p, token);
   HeldRows rows;
-  rows.find(p, holders, row_bytes);
+  rows.find<PUSHED>(p, holders, row_bytes);
   u32 begin, end;
   segment_of(row_bytes, segment, p.segments, begin, end);
   u8* const out = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);
@@ -223,7 +227,9 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
         if (common_alignment(p.payload | row_bytes) >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit);
         else sum_e4m3_unit<1>(p, unit);
       } else {
-        sum_unit<TYPE>(p, unit, row_bytes);
+        Holders holders;
+        holders.load(p, unit / p.segments);
+        sum_unit<TYPE, false>(p, holders, unit, row_bytes);
       }
       unit = __shfl_sync(ALL_LANES, next, 0);
     }

@@ -52,6 +52,18 @@ __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& 
   return true;
 }
 
+// Waits until every rank has begun this round, and so has read what was pushed to it in the last one.
+__device__ __forceinline__ bool await_readers(const DispatchParams& p, const Round& round, const RankSet& active) {
+  u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+  bool fine = true;
+  for (u32 rank = threadIdx.x % 32; fine && rank < EP_SIZE; rank += 32) {
+    if (rank == p.ep_rank || (RANK_MASK && !active.has(rank))) continue;
+    u32 tokens;
+    fine = await_word(round, header_of(mine, p.dispatch_header_offset, round.parity, rank), SIGNAL_HEADER, rank, tokens);
+  }
+  return __all_sync(ALL_LANES, fine);
+}
+
 // A warp each: validity and scrubbing of 32 rows from one source. It needs the source's words only, not its rows.
 __device__ __forceinline__ bool scrub_rows(const DispatchParams& p, const Round& round, bool active, u32 src_rank,
                                            u32 word) {
@@ -100,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
 
   bool failed;
   u8* const state = mine + p.round_state_offset;
-  const Round round = begin_round(load_round(state), PHASE_DISPATCH, state, p.host_words, &verdict, failed);
+  const RoundWords words_of_round = load_round(state);
+  const Round round = begin_round(words_of_round, PHASE_DISPATCH, state, p.host_words, &verdict, failed);
   const RankSet active = active_ranks(mine + p.rank_mask_offset);
   if (failed) {
     void_dispatch(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
@@ -117,6 +130,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) dispatch_bulk(const
       fine = write_tables(p, round, active, word, placings[warp]);
       release_tables(round, reinterpret_cast<u32*>(mine + p.tables_ready_offset) + word);
     }
+    // What our last combine pushed lies where our rows go now.
+    if (words_of_round.pushed_round == words_of_round.dispatch_round) fine = fine && await_readers(p, round, active);
     // The first unit of a warp is its number; later ones are claimed one ahead, behind the copying of the last.
     const u32 units = p.num_tokens * p.segments;
     u32* const claims = round.counter(DISPATCH_CLAIMS, round.parity);

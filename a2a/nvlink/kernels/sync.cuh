@@ -74,7 +74,7 @@ __device__ __forceinline__ bool known_by_now(Values... values) {
 // ---- one round -----------------------------------------------------------------------------------------------------
 
 // Words of the region round_state.
-constexpr u32 STATE_DISPATCH_ROUND = 0, STATE_COMBINE_ROUND = 1, STATE_ERROR = 2;
+constexpr u32 STATE_DISPATCH_ROUND = 0, STATE_COMBINE_ROUND = 1, STATE_ERROR = 2, STATE_PUSHED_ROUND = 3;
 // Its counters, a pair by round parity each, every one on a line of its own.
 enum Counter : u32 { DISPATCH_CLAIMS = 0, DISPATCH_EXITS, COMBINE_CLAIMS, COMBINE_EXITS, STAGE_CLAIMS };
 // Behind them, on a line of its own: when a thread last read the host's words, in units of 1024 ns.
@@ -101,13 +101,13 @@ struct Round {
 // What begin_round makes a round of. Read apart from it, so that the reads of a kernel's inputs can stand between the
 // two and all latencies overlap. Call after await_previous_kernel.
 struct RoundWords {
-  u32 dispatch_round, combine_round, error, reserved;
+  u32 dispatch_round, combine_round, error, pushed_round;
 };
 
 __device__ __forceinline__ RoundWords load_round(const u8* state) {
   RoundWords words;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.dispatch_round), "=r"(words.combine_round), "=r"(words.error), "=r"(words.reserved)
+               : "=r"(words.dispatch_round), "=r"(words.combine_round), "=r"(words.error), "=r"(words.pushed_round)
                : "l"(state));
   return words;
 }
@@ -251,6 +251,15 @@ __device__ __forceinline__ void load_line_part(const u64* from, u64& low, u64& h
 __device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
+
+// The same for what one warp wrote: __syncwarp orders the lanes' stores before lane 0's fence.
+__device__ __forceinline__ void release_row(u32* flag, u32 round) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    release_rows();
+    raise_flag(flag, round);
+  }
+}
 
 // The acquire half. The load that sees the flag is an acquire itself: the rows are visible to the calling thread
 // afterwards, and through a CTA barrier to its CTA; through the end of the kernel to later kernels.
