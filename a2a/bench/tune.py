@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,18 +29,25 @@ from a2a.env import Env
 from a2a.errors import Unsupported
 from a2a.nvlink.params import LINE_DATA_BYTES, MAX_THREADS, image_bytes
 from a2a.nvlink.transport import NvlinkTransport
-from a2a.nvlink.tuning import Point, Tuning, find_tuning
+from a2a.nvlink.tuning import REGIMES, Point, Tuning, find_tuning
 
 CTAS_OF_A_ROW: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30)
-BULK_THREADS: Final = (128, 256, 384, 512)
-BULK_CTAS: Final = (16, 24, 32, 48, 64, 96, 0)
-"""0: one per SM."""
+LARGE_SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "ctas": (16, 24, 32, 48, 64, 96, 0),  # 0: one per SM
+    "threads": (128, 256, 384, 512),
+    "push_warps": (1, 2, 4, 8),
+    "unit_bytes": (1792, 3584, 7168, 14336),
+    "pdl": (False, True),
+}
+"""What is tried of bulk and push, one field after the other, from the best so far on."""
 QUANTIZING_THREADS: Final = (128, 192, 256, 384, 512)
 FEWEST_BULK_TOKENS: Final = 48
 """Below it flags and fences cost more than the rows: bulk shapes are not tried."""
 _ROUND_BUDGET_US: Final = 12_000.0
 """About how long a replay lasts: many rounds of a small size, few of a large one."""
 _REPLAYS, _FINAL_REPLAYS, _FINALISTS = 5, 15, 3
+_PASSES: Final = 2
+"""Over the fields of a large shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +125,7 @@ def tune(sweep: Sweep, comm: Comm, budget_s: float, on_size: Callable[[], None])
                 continue
             tried, won = _tune_case(case, sweep, comm, table, barrier, deadline)
             trials += tried
-            winners |= {point.size: point for point in won}
+            winners |= {point.key: point for point in won}
             table = table.with_points(won, table.source)
             on_size()
     if not winners:
@@ -138,17 +146,32 @@ def _barrier(mesh: Mesh, device: torch.device) -> Callable[[], None]:
     return barrier
 
 
-def candidates(phase: str, rows: str, ep_size: int, row_bytes: int, tokens: int, small: bool) -> Iterator[Point]:
-    """Every shape that is tried for a size, the small regime's first if it is `small` enough for it."""
-    size: dict[str, Any] = {
-        "phase": phase, "rows": rows, "ep_size": ep_size, "row_bytes": row_bytes, "tokens": tokens,
-    }  # fmt: skip
-    if small:
-        for threads, parts in _small_shapes(rows, row_bytes):
-            yield Point(**size, regime="small", threads=threads, parts_per_thread=parts, pdl=True)
-    if tokens >= FEWEST_BULK_TOKENS or not small:
-        for threads, ctas, pdl in itertools.product(BULK_THREADS, BULK_CTAS, (False, True)):
-            yield Point(**size, regime="bulk", threads=threads, ctas=ctas, pdl=pdl)
+def small_points(size: Mapping[str, Any]) -> list[Point]:
+    """Every shape of the small regime that is tried for a size, given by its fields of `Point`."""
+    shapes = _small_shapes(size["rows"], size["row_bytes"])
+    return [Point(**size, regime="small", threads=each, parts_per_thread=parts, pdl=True) for each, parts in shapes]
+
+
+def descend(start: Point, shapes: Mapping[str, Sequence[Any]], time_of: Callable[[Point], float | None]) -> None:
+    """Look for the fastest shape, one field after the other, each from the best so far on.
+
+    Args:
+        start: tried first.
+        shapes: the values of each field.
+        time_of: of a shape; called once for each, None when the time is over. Equal on all ranks.
+    """
+    best, known = start, {start: time_of(start)}
+    for _ in range(_PASSES):
+        before = best
+        for name, values in shapes.items():
+            for point in [dataclasses.replace(best, **{name: value}) for value in values]:
+                if None in known.values():
+                    return
+                if point not in known and point.push_warps <= point.threads // 32:
+                    known[point] = time_of(point)
+            best = min(known, key=lambda point: known[point] or math.inf)
+        if best == before:
+            return
 
 
 def _small_shapes(rows: str, row_bytes: int) -> list[tuple[int, int]]:
@@ -182,23 +205,37 @@ def _tune_case(
                 raise Unsupported(transport=each.transport, reasons=(f"{phase} is wrong before any tuning: {reason}",))
         timer = _Timer(each, transport, comm, barrier)
         for phase, rows, row_bytes in _phases(case):
+            size: dict[str, Any] = {
+                "phase": phase, "rows": rows, "ep_size": case.ep_size, "row_bytes": row_bytes, "tokens": case.max_tokens
+            }  # fmt: skip
+            search = _Search(timer, comm, table, deadline)
             small = case.max_tokens <= transport.landing_tokens
-            found: list[Trial] = []
-            for point in candidates(phase, rows, case.ep_size, row_bytes, case.max_tokens, small):
-                if comm.bcast(time.monotonic() > deadline):
-                    break
-                found.append(Trial(point, timer.pair_us(table.with_points((point,), table.source), _REPLAYS), False))
-            finals = []
-            for trial in sorted(found, key=lambda trial: trial.pair_us)[:_FINALISTS]:
-                us = timer.pair_us(table.with_points((trial.point,), table.source), _FINAL_REPLAYS)
-                finals.append(Trial(trial.point, us, True))
-            if finals:
-                winners.append(min(finals, key=lambda trial: trial.pair_us).point)
-                table = table.with_points(winners, table.source)
-            trials += found + finals
+            for point in small_points(size) if small else ():
+                search.time(point)
+            if case.max_tokens >= FEWEST_BULK_TOKENS or not small:
+                shapes = {name: values for name, values in LARGE_SHAPES.items() if name != "push_warps"}
+                descend(Point(**size, regime="bulk", threads=512), shapes, search.time)
+                if phase == "combine" and transport.pushes(row_bytes, case.max_tokens):
+                    start = Point(**size, regime="push", threads=512, push_warps=4, unit_bytes=14336)
+                    descend(start, LARGE_SHAPES, search.time)
+            search.finish()
+            winners += _winners([trial for trial in search.trials if trial.final])
+            table = table.with_points(winners, table.source)
+            trials += search.trials
     finally:
         each.close()
     return trials, winners
+
+
+def _winners(finals: Sequence[Trial]) -> list[Point]:
+    """The fastest shape, and where that pushes the fastest that does not: some rounds of a size cannot."""
+    best: dict[str, Trial] = {}
+    for trial in sorted(finals, key=lambda trial: trial.pair_us):
+        best.setdefault(trial.point.regime, trial)
+    kept = list(best.values())[:1]
+    if kept and kept[0].point.regime == "push" and "bulk" in best:
+        kept.append(best["bulk"])
+    return [dataclasses.replace(trial.point, pair_us=round(trial.pair_us, 2)) for trial in kept]
 
 
 def _phases(case: Case) -> list[tuple[str, str, int]]:
@@ -211,6 +248,34 @@ def _phases(case: Case) -> list[tuple[str, str, int]]:
         # Combine's rows are those of the unquantised format, which has decided them.
         return [dispatch]
     return [dispatch, ("combine", "copied", image_bytes([case.combine_row_bytes]))]
+
+
+class _Search:
+    """The shapes of one size and phase, timed with a table for all else.
+
+    Attributes:
+        trials: everything timed so far.
+    """
+
+    def __init__(self, timer: _Timer, comm: Comm, table: Tuning, deadline: float) -> None:
+        self.trials: list[Trial] = []
+        self._timer, self._comm, self._table, self._deadline = timer, comm, table, deadline
+
+    def time(self, point: Point, *, final: bool = False) -> float | None:
+        """Microseconds of a pair with this shape; None, on every rank, when the time is over."""
+        if self._comm.bcast(time.monotonic() > self._deadline):
+            return None
+        table = self._table.with_points((point,), self._table.source)
+        us = self._timer.pair_us(table, _FINAL_REPLAYS if final else _REPLAYS)
+        self.trials.append(Trial(point, us, final))
+        return us
+
+    def finish(self) -> None:
+        """Time the best of each regime again, longer."""
+        for regime in REGIMES:
+            tried = sorted((each for each in self.trials if each.point.regime == regime), key=lambda each: each.pair_us)
+            for trial in tried[:_FINALISTS]:
+                self.time(trial.point, final=True)
 
 
 class _Timer:

@@ -20,6 +20,14 @@ static thread_local Cta* cta;
 
 void yield() { swapcontext(&self->context, &cta->scheduler); }
 
+static std::atomic<unsigned> pause_us, loads;
+
+void linger() {
+  yield();
+  const unsigned us = pause_us.load();
+  if (us && loads++ % 61 == 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
+}
+
 void barrier() {
   const unsigned generation = cta->generation;
   if (++cta->arrived == cta->fibers.size()) {
@@ -82,6 +90,9 @@ static void run_cta(Index block, Index grid, unsigned threads, std::function<voi
 }  // namespace emulated
 
 #include "kernels.inc"
+
+// How long a CTA pauses behind one in 61 of its waiting loads, which puts ranks out of step; 0 for not at all.
+extern "C" void set_pauses(unsigned us) { emulated::pause_us = us; }
 
 // One launch per rank, all at once; grids holds x and y of each. Returns when all have ended, 1 for an unknown kernel.
 extern "C" int launch(const char* name, const void* params, unsigned ranks, const unsigned* grids, unsigned threads) {

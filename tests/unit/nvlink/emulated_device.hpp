@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -51,6 +52,7 @@ extern thread_local Fiber* self;
 extern thread_local Index block_index, block_size, grid_size;
 
 void yield();
+void linger();  // behind a load that may end a wait: other lanes' turn, and now and then a pause; see set_pauses
 void barrier();
 const uint64_t* exchange(uint64_t value);  // one value per lane, once all lanes of the warp have come
 

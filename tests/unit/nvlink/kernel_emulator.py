@@ -16,7 +16,7 @@ KERNELS: Final = Path(params.__file__).with_name("kernels")
 HERE: Final = Path(__file__).parent
 COMPILER: Final = shutil.which("g++")
 
-_ATOMIC_LOAD = "%0 = __atomic_load_n(static_cast<const {type}*>(%1), __ATOMIC_ACQUIRE); emulated::yield();"
+_ATOMIC_LOAD = "%0 = __atomic_load_n(static_cast<const {type}*>(%1), __ATOMIC_ACQUIRE); emulated::linger();"
 _ATOMIC_STORE = "__atomic_store_n(reinterpret_cast<{type}*>(%0), %1, __ATOMIC_RELEASE);"
 _FOUR = (
     "const u32* four = static_cast<const u32*>(emulated::aligned(%4, 16));"
@@ -82,7 +82,10 @@ class EmulatedModule:
         options.append("-fno-gnu-unique")
         command = [COMPILER, *options, str(HERE / "emulated_device.cpp"), "-o", str(library)]
         subprocess.run(command, check=True)
-        self._launch = ctypes.CDLL(str(library)).launch
+        loaded = ctypes.CDLL(str(library))
+        self._launch = loaded.launch
+        self.set_pauses = loaded.set_pauses
+        """How many microseconds a CTA pauses behind some of its waiting loads, until set to 0 again."""
 
     def launch(self, name: str, told: Sequence[Any], grid: tuple[int, int], threads: int) -> None:
         """Run one launch per element of `told`, all at the same time, to their ends."""

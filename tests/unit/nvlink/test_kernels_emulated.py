@@ -316,8 +316,9 @@ def test_ranks_that_run_ahead_disturb_nobody(modules: Modules, regime: str, row_
         try:
             for (receipts, rows, sums), (structs, inputs) in zip(made, told, strict=True):
                 ranks.launch("dispatch", structs, [rank])
-                ranks.assert_dispatched(rank, structs[rank], inputs[rank], receipts[rank], most)
+                # Its rows are this rank's until it combines.
                 time.sleep(delays.choice((0.0, 0.0, 0.05)))
+                ranks.assert_dispatched(rank, structs[rank], inputs[rank], receipts[rank], most)
                 fields, output = ranks.combine_told(rank, rows[rank], counts[rank], staged=False, segments=1)
                 ranks.launch("combine", [fields] * 3, [rank])
                 assert_equal("output", output, sums[rank])
@@ -326,10 +327,12 @@ def test_ranks_that_run_ahead_disturb_nobody(modules: Modules, regime: str, row_
             faults.append(f"rank {rank}: {error}; {ranks.facts(rank)}")
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(3)]
+    ranks.combines.set_pauses(3000)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    ranks.combines.set_pauses(0)
     assert not faults
 
 

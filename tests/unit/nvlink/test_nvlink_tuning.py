@@ -12,7 +12,7 @@ import torch
 
 from a2a.bench import tune as module
 from a2a.bench.sweep import Sweep
-from a2a.bench.tune import candidates, tune
+from a2a.bench.tune import LARGE_SHAPES, descend, small_points, tune
 from a2a.cli import main
 from a2a.comm.protocol import SingleComm
 from a2a.config import configs_dir, model_preset
@@ -146,12 +146,36 @@ def test_a_measurement_replaces_rows_of_its_kind() -> None:
 
 @pytest.mark.parametrize(("phase", "rows"), [("dispatch", "copied"), ("dispatch", "quantized"), ("combine", "copied")])
 @pytest.mark.parametrize("row_bytes", [1, 14400, 100_000])
-@pytest.mark.parametrize(("tokens", "small"), [(1, True), (256, True), (8192, False)])
-def test_every_shape_can_be_launched(phase: str, rows: str, row_bytes: int, tokens: int, small: bool) -> None:
-    found = list(candidates(phase, rows, 2, row_bytes, tokens, small))
+def test_every_small_shape_can_be_launched(phase: str, rows: str, row_bytes: int) -> None:
+    found = small_points({"phase": phase, "rows": rows, "ep_size": 2, "row_bytes": row_bytes, "tokens": 8})
     assert found and len(set(found)) == len(found)
-    assert ("small" in {each.regime for each in found}) == small
-    assert ("bulk" in {each.regime for each in found}) == (tokens >= 48)
+
+
+def test_a_descent_finds_the_best_shape_and_times_none_twice() -> None:
+    start = Point(phase="combine", rows="copied", ep_size=2, row_bytes=14336, tokens=512, regime="push", threads=512,
+                  push_warps=4)  # fmt: skip
+    timed: list[Point] = []
+
+    def cost(point: Point) -> float:
+        return abs(point.threads - 128) + abs(point.push_warps - 8) + abs((point.ctas or 132) - 64) / 8 + point.pdl
+
+    def time_of(point: Point) -> float:
+        timed.append(point)
+        return cost(point)
+
+    descend(start, LARGE_SHAPES, time_of)
+    assert len(set(timed)) == len(timed) < 60
+    best = min(timed, key=lambda point: (cost(point), point.unit_bytes))
+    # More warps than the CTA has are not tried.
+    assert (best.threads, best.push_warps, best.ctas, best.pdl) == (128, 4, 64, False)
+    assert all(point.push_warps <= point.threads // 32 for point in timed)
+
+
+def test_a_descent_ends_when_the_time_is_over() -> None:
+    start = Point(phase="combine", rows="copied", ep_size=2, row_bytes=14336, tokens=512, regime="bulk", threads=512)
+    times = iter([5.0, 4.0, None])
+    descend(start, LARGE_SHAPES, lambda point: next(times))
+    assert next(times, "over") == "over"
 
 
 class _Mover(NvlinkTransport):
@@ -168,6 +192,9 @@ class _Mover(NvlinkTransport):
     def tune(self, tuning: Tuning) -> None:
         self.table = tuning
 
+    def pushes(self, row_bytes: int, runtime_max_tokens_per_rank: int) -> bool:
+        return True
+
 
 class _Exchange:
     transport = "nvlink"
@@ -180,7 +207,7 @@ class _Exchange:
 
 
 class _Timer:
-    """96 threads are best below 200 tokens, 24 CTAs in bulk above; dispatch and combine alike."""
+    """96 threads are best below 200 tokens, above 24 CTAs in bulk and, of combine, 2 warps that push."""
 
     def __init__(self, each: _Exchange, transport: _Mover, *_: Any) -> None:
         return
@@ -191,7 +218,8 @@ class _Timer:
     def _us(self, each: Point) -> float:
         if each.regime == "small":
             return 1 + abs(each.threads - 96) + each.parts_per_thread + (50 if each.tokens > 200 else 0)
-        return 10 + abs(each.ctas - 24) + abs(each.threads - 256) + each.pdl
+        pushing = abs(each.push_warps - 2) - 5 if each.regime == "push" else 0
+        return 10 + abs(each.ctas - 24) + abs(each.threads - 256) + each.pdl + pushing
 
 
 @pytest.fixture
@@ -226,7 +254,8 @@ def test_the_best_shape_of_each_size_is_found(sweep: Sweep) -> None:
     found = tune(sweep, SingleComm(), 100.0, lambda: done.append(1))
     assert len(done) == 4 and not found.skipped
     new = [each for each in found.tuning.points if each not in TABLE.points]
-    by = {(each.phase, each.rows, each.tokens): each for each in new}
+    pushed = [each for each in new if each.regime == "push"]
+    by = {(each.phase, each.rows, each.tokens): each for each in new if each.regime != "push"}
     assert {each.ep_size for each in new} == {1}
     assert {(each.phase, each.rows, each.tokens) for each in new} == {
         (phase, rows, tokens)
@@ -237,6 +266,10 @@ def test_the_best_shape_of_each_size_is_found(sweep: Sweep) -> None:
     assert by["combine", "copied", 8].row_bytes == 4096 and by["dispatch", "copied", 8].row_bytes == 4096 + 64
     bulk = by["dispatch", "quantized", 256]
     assert (bulk.regime, bulk.threads, bulk.ctas, bulk.pdl) == ("bulk", 256, 24, False)
+    # Rounds that cannot push find the next best shape.
+    assert [(each.phase, each.tokens, each.push_warps, each.threads) for each in pushed] == [("combine", 256, 2, 256)]
+    assert by["combine", "copied", 256].regime == "bulk"
+    assert pushed[0].pair_us < by["combine", "copied", 256].pair_us
     assert "a GPU" in found.tuning.source and "other sizes: made up" in found.tuning.source
     assert {trial.final for trial in found.trials} == {True, False}
 
