@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,13 +14,31 @@ from a2a import reference
 from a2a.config import ExchangeConfig
 from a2a.layout import WorkspaceLayout, align
 from a2a.nvlink.params import control_regions
+from a2a.nvlink.tuning import Point, Tuning
 from a2a.quant import ScaleLayout, wire_format
 from a2a.reference import RankInput, RankReceipt
 from a2a.transport import CombineCall, DispatchCall, Payload, Quantize
 
-REGIMES: Final = ("small", "bulk")
+REGIMES: Final = ("small", "bulk", "push")
+"""push: dispatch in bulk, combine rows pushed where their width allows it."""
 GLOBAL_SCALE: Final = 1.7
 _ANY: Final = 1 << 20
+
+
+def with_pushes(tuning: Tuning, ep_size: int, pushes: bool) -> Tuning:
+    """The table, made to push combine rows of all large rounds that can, or of none."""
+    points = [point for point in tuning.points if point.regime != "push"]
+    if pushes:
+        # Nothing is farther than another number of ranks.
+        points = [
+            dataclasses.replace(point, ep_size=_ANY) if (point.phase, point.regime) == ("combine", "bulk") else point
+            for point in points
+        ]
+        points.append(
+            Point(phase="combine", rows="copied", ep_size=ep_size, row_bytes=1024, tokens=64, regime="push",
+                  threads=256, push_warps=3, unit_bytes=512)
+        )  # fmt: skip
+    return Tuning(tuning.name, tuning.source, tuple(points))
 
 
 class Ranks:
@@ -61,7 +80,7 @@ class Ranks:
         """Of the rounds that follow."""
         for rank in self.ranks:
             rank._small_max_tokens = _ANY if regime == "small" else 0
-            rank.tune(rank.tuning)
+            rank.tune(with_pushes(rank.tuning, self.case.ep_size, regime == "push"))
 
     def region(self, rank: int, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
         region = self.layout.region(name)

@@ -1,4 +1,4 @@
-"""What the sanitizers look at: rounds of at most 8 tokens, both regimes, copied and quantized rows, on one GPU.
+"""What the sanitizers look at: rounds of at most 8 tokens, all regimes, copied and quantized rows, on one GPU.
 
     python tests/gpu/sanitized_rounds.py streams|processes ROUNDS
 
@@ -37,7 +37,7 @@ def as_streams(rounds: int) -> int:
     for name, case in CASES.items():
         ranks = Ranks(case, name if "fp" in name else None, timeout_s=DEADLINE_S)
         for seed in range(rounds // len(CASES)):
-            ranks.take(REGIMES[seed % 2])
+            ranks.take(REGIMES[seed % len(REGIMES)])
             ranks.play(draw(case, seed), staged=seed % 4 < 2)
             done += 1
     return done

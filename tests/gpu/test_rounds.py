@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_ranks import with_pushes
 from exchange_case import Case, Round, assert_equal, assert_receipt, draw
 from test_memory import device_of
 
@@ -229,14 +230,20 @@ def test_replays_with_new_inputs_equal_eager_rounds(run_ranks: Any, max_num_toke
 # ---- order and delays ----------------------------------------------------------------------------------------------
 
 
-def _overtake(comm: Comm, case: Case, rounds: int) -> int:
-    """Rounds without any outside barrier, each rank delayed at random on the device; checked on the device."""
+def _overtake(comm: Comm, case: Case, rounds: int, pushes: bool) -> int:
+    """Rounds without any outside barrier, each rank delayed at random on the device; checked on the device.
+
+    Now and then the rows that came are given back from where they lie.
+    """
     rank = comm.Get_rank()
     together = random.Random(7)
     alone = random.Random(1000 + rank)
     on_device = torch.Generator(device="cuda").manual_seed(1000 + rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     with _build(comm, case) as moe:
+        transport = moe._shared.transport
+        transport.tune(with_pushes(transport.tuning, case.ep_size, pushes))
+        comm.barrier()
         owners = moe.placement.table.cuda().long()
         for _ in range(rounds):
             most = together.randint(1, case.max_num_tokens)
@@ -247,10 +254,11 @@ def _overtake(comm: Comm, case: Case, rounds: int) -> int:
             hidden = torch.randint(0, 64, (n, case.hidden_size), generator=on_device, device="cuda").to(case.dtype)
             _linger(alone)
             (rows,) = moe.dispatch(ids, [hidden], most)
-            area = moe.get_combine_payload_tensor_in_workspace(most, case.hidden_size, case.dtype)
-            area.copy_(rows)
+            in_place = alone.random() < 0.8
+            if in_place:
+                rows = moe.get_combine_payload_tensor_in_workspace(most, case.hidden_size, case.dtype).copy_(rows)
             _linger(alone)
-            output = moe.combine(area, most, payload_in_workspace=True)
+            output = moe.combine(rows, most, payload_in_workspace=in_place)
             hits = torch.zeros((n, case.ep_size), device="cuda").scatter_(1, owners[ids.long()], 1.0)
             wrong += (output != hidden * hits.sum(1, keepdim=True).to(case.dtype)).sum()
         torch.cuda.synchronize()
@@ -268,10 +276,10 @@ def _linger(alone: random.Random) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("max_num_tokens", [16, 700])
-def test_no_round_overtakes_another(run_ranks: Any, max_num_tokens: int) -> None:
+@pytest.mark.parametrize(("max_num_tokens", "pushes"), [(16, False), (700, False), (700, True)])
+def test_no_round_overtakes_another(run_ranks: Any, max_num_tokens: int, pushes: bool) -> None:
     case = Case(ep_size=2, hidden_size=512, max_num_tokens=max_num_tokens)
-    assert run_ranks(_overtake, 2, case, MANY_ROUNDS, timeout_s=280.0) == [0, 0]
+    assert run_ranks(_overtake, 2, case, MANY_ROUNDS, pushes, timeout_s=280.0) == [0, 0]
 
 
 def _two_contexts(comm: Comm) -> int:
