@@ -6,11 +6,13 @@ Eager: rounds follow each other without a host barrier, as layers do; events bef
 combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
 one round's share; outputs are poisoned before every replay and compared after it. The phases of a round in a graph have
 a graph of their own, with events between them, which keep kernels apart that otherwise overlap: dispatch and combine
-together are slower there than the pair. Either way a round is as slow as its slowest rank.
+together are slower there than the pair. Dispatch is timed a third time in a graph of dispatches alone, as the pair is:
+its share of that is what it adds to a stream of kernels. Either way a round is as slow as its slowest rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,6 +26,23 @@ from a2a.bench.timing import Stamps
 _EVENTS = 3
 _PHASED_ROUNDS = 8
 """Of a graph with events between phases; its first round, to which ranks come apart, is not counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What replays of this rank's graphs took; by name of the implementation.
+
+    Attributes:
+        rounds: stamps per replay, of a mean round, dispatch and combine not told apart.
+        phases: stamps of rounds with events between phases.
+        dispatches: seconds per replay, of a mean dispatch in a graph of dispatches alone.
+        wrong: what a replay got wrong, or an empty string.
+    """
+
+    rounds: Mapping[str, Stamps]
+    phases: Mapping[str, Stamps]
+    dispatches: Mapping[str, Sequence[float]]
+    wrong: Mapping[str, str]
 
 
 def time_eager_rounds(
@@ -79,17 +98,13 @@ def time_replays(
     rounds_per_graph: int,
     barrier: Callable[[], None],
     on_round: Callable[[], None],
-) -> tuple[Mapping[str, Stamps], Mapping[str, Stamps], Mapping[str, str]]:
+) -> Replayed:
     """Time `replays` replays of a graph of `rounds_per_graph` rounds of every implementation on this rank.
 
     Args:
         implementations: as for `time_eager_rounds`, after a checked round whose expert rows still lie where combine
             takes them; the order rotates from replay to replay.
         barrier: of hosts and devices, called before every replay.
-
-    Returns:
-        Stamps per replay, of a mean round, dispatch and combine not told apart; stamps of rounds with events between
-        phases; and what a replay got wrong, or an empty string.
     """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -126,8 +141,37 @@ def time_replays(
             stamps[name].append((0.0, 0.0, share))
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
-    phased = {each.name: _time_phases(each, replays, barrier) for each in implementations}
-    return {name: np.array(rows) for name, rows in stamps.items()}, phased, wrong
+    phases = {each.name: _time_phases(each, replays, barrier) for each in implementations}
+    dispatches = {each.name: _time_dispatches(each, replays, rounds_per_graph, barrier) for each in implementations}
+    for each in implementations:
+        # The last of those dispatches has brought the same rows.
+        barrier()
+        wrong[each.name] = wrong[each.name] or tensor_difference(
+            "sums behind dispatches alone", each.combine(), outputs[each.name][1]
+        )
+    return Replayed({name: np.array(rows) for name, rows in stamps.items()}, phases, dispatches, wrong)
+
+
+def _time_dispatches(
+    each: Implementation, replays: int, rounds_per_graph: int, barrier: Callable[[], None]
+) -> list[float]:
+    graph = torch.cuda.CUDAGraph()
+    barrier()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds_per_graph):
+            each.dispatch()
+    barrier()
+    graph.replay()
+    seconds = []
+    for _ in range(replays):
+        before, after = _event(), _event()
+        barrier()
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        seconds.append(before.elapsed_time(after) * 1e-3 / rounds_per_graph)
+    return seconds
 
 
 def _time_phases(each: Implementation, replays: int, barrier: Callable[[], None]) -> Stamps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from a2a import reference
 from a2a.bench.barrier import meeting
 from a2a.bench.byte_count import ByteCount, count_bytes, destinations, pair_counts
-from a2a.bench.device_timing import time_eager_rounds, time_replays
+from a2a.bench.device_timing import Replayed, time_eager_rounds, time_replays
 from a2a.bench.exchange import Exchange
 from a2a.bench.implementation import (
     Case,
@@ -35,7 +36,7 @@ from a2a.bench.implementation import (
 )
 from a2a.bench.peers import peer
 from a2a.bench.peers.memcpy import Memcpy
-from a2a.bench.timing import PHASES, Figures, Stamps, clock_name, figures, time_rounds
+from a2a.bench.timing import PHASES, Figures, clock_name, figures, time_rounds
 from a2a.bench.workload import workload
 from a2a.comm import Comm
 from a2a.config import ExchangeConfig, ModelPreset
@@ -190,12 +191,13 @@ def _run_mode(
 ) -> list[Row]:
     reasons = [checked_round(each, case, sweep.seed, barrier) for each in implementations]
     wall: Mapping[str, float] = {}
-    phased: Mapping[str, Stamps] = {}
+    replayed: Replayed | None = None
     if mode == "graph":
         per_graph = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
-        times, phased, bad_replays = time_replays(implementations, sweep.rounds, per_graph, barrier, on_round)
+        replayed = time_replays(implementations, sweep.rounds, per_graph, barrier, on_round)
+        times = replayed.rounds
         for index, each in enumerate(implementations):
-            reasons[index]["pair"] = reasons[index]["pair"] or bad_replays[each.name]
+            reasons[index]["pair"] = reasons[index]["pair"] or replayed.wrong[each.name]
     elif case.device.type == "cuda":
         times, wall = time_eager_rounds(implementations, sweep.rounds, barrier, on_round)
     else:
@@ -211,15 +213,20 @@ def _run_mode(
         each.name: dict(figures([stamps[each.name] for stamps, _, _, _ in gathered], one_clock))
         for each in implementations
     }
-    if phased:
+    alone: dict[str, float] = {}
+    if replayed:
         # A graph is timed whole; its phases were timed in another.
-        of_phases = comm.allgather(dict(phased))
+        of_phases = comm.allgather(dict(replayed.phases))
         for name, found in by_name.items():
             found |= {
                 phase: figure
                 for phase, figure in figures([stamps[name] for stamps in of_phases], one_clock).items()
                 if phase != "pair"
             }
+        of_dispatches = comm.allgather(dict(replayed.dispatches))
+        for each in implementations:
+            slowest = [max(of_ranks) for of_ranks in zip(*(told[each.name] for told in of_dispatches), strict=True)]
+            alone[each.name] = statistics.median(slowest) * 1e6
     moved = count_bytes(
         pair_counts(case.workload.topk_ids, case.placement),
         dispatch_row_bytes=case.dispatch_row_bytes,
@@ -240,6 +247,8 @@ def _run_mode(
             if mode == "graph":
                 row["rounds_per_graph"] = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
                 row["events_between_phases"] = phase != "pair"
+                if phase == "dispatch":
+                    row["us_alone"] = alone[each.name]
             if wall and phase == "pair":
                 row["us_wall"] = max(of_rank[each.name] for _, _, _, of_rank in gathered) * 1e6
             rows.append(row)

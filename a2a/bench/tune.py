@@ -35,7 +35,7 @@ CTAS_OF_A_ROW: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30)
 LARGE_SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "ctas": (16, 24, 32, 48, 64, 96, 0),  # 0: one per SM
     "threads": (128, 256, 384, 512),
-    "push_warps": (1, 2, 4, 8),
+    "push_warps": (1, 2, 3, 4, 6, 8),
     "unit_bytes": (1792, 3584, 7168, 14336),
     "pdl": (False, True),
 }
@@ -164,14 +164,20 @@ def descend(start: Point, shapes: Mapping[str, Sequence[Any]], time_of: Callable
     for _ in range(_PASSES):
         before = best
         for name, values in shapes.items():
-            for point in [dataclasses.replace(best, **{name: value}) for value in values]:
+            for point in [dataclasses.replace(best, **{name: value}) for value in values if _fits(best, name, value)]:
                 if None in known.values():
                     return
-                if point not in known and point.push_warps <= point.threads // 32:
+                if point not in known:
                     known[point] = time_of(point)
             best = min(known, key=lambda point: known[point] or math.inf)
         if best == before:
             return
+
+
+def _fits(point: Point, name: str, value: Any) -> bool:
+    """Whether a CTA keeps a warp that does not push."""
+    shape = {"threads": point.threads, "push_warps": point.push_warps, name: value}
+    return bool(shape["push_warps"] < shape["threads"] // 32)
 
 
 def _small_shapes(rows: str, row_bytes: int) -> list[tuple[int, int]]:

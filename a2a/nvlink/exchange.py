@@ -482,7 +482,7 @@ class Exchange:
         # Equal on all ranks: each reads the flags that the others raise.
         segments = max(1, min(MAX_PUSHED_SEGMENTS, row_bytes // point.unit_bytes))
         kernel.parameters.segments = segments
-        kernel.parameters.push_warps = min(point.push_warps, threads // 32)
+        kernel.parameters.push_warps = min(point.push_warps, threads // 32 - 1)
         kernel.shape((min(wanted, self._max_resident(kernel, threads, 0, None)), 1), threads, 0)
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:

@@ -78,6 +78,8 @@ class Point:
             raise ConfigError(what="threads", got=self.threads, wanted=f"a multiple of 32 up to {MAX_POINT_THREADS}")
         if self.regime == "push" and self.phase != "combine":
             raise ConfigError(what="regime", got=self.regime, wanted="small or bulk for dispatch")
+        if self.push_warps and self.push_warps >= self.threads // 32:
+            raise ConfigError(what="push_warps", got=self.push_warps, wanted=f"fewer than {self.threads // 32} warps")
         if self.regime == "bulk" and self.threads < 64:
             raise ConfigError(what="threads", got=self.threads, wanted="at least 64: a bulk CTA has a warp for signals")
         if type(self.pdl) is not bool:

@@ -25,7 +25,8 @@ HEAD = """\
 Written by `python tests/gpu/results/summary.py --readme` from the files beside it, which are what `a2a bench --json`
 wrote, but for the path behind its `--json`. Microseconds per round of the slowest rank, median over rounds; every row
 was compared bit by bit before it was timed and after. In a graph the pair is timed whole; its phases in a graph of
-their own, with events between them, which keep kernels apart that otherwise overlap. Physical GB/s count what leaves a
+their own, with events between them, which keep kernels apart that otherwise overlap; "alone in a graph" is a graph of
+dispatches and nothing else. Physical GB/s count what leaves a
 rank. "of a copy" is the time of plain copies of the same bytes between the GPUs, taken in the same run, as a share of
 a2a's.
 
@@ -88,6 +89,10 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
             if at:
                 label = f"**{name}** {phase}" if name == OURS else f"{name} {phase}"
                 yield f"| {label} | " + " | ".join(_us(at.get(count)) for count in tokens) + " |"
+    at = _at(rows, OURS, "dispatch")
+    if any("us_alone" in row for row in at.values()):
+        cells = [f"{at[count]['us_alone']:.1f}" if "us_alone" in at.get(count, {}) else "" for count in tokens]
+        yield f"| {OURS} dispatch, alone in a graph | " + " | ".join(cells) + " |"
     for phase in ("dispatch", "combine"):
         at = _at(rows, OURS, phase)
         if at:
