@@ -21,10 +21,30 @@ struct Fp8Block {
   // x / scale as IEEE division has it. With the correctly rounded reciprocal, one correction step gives the correctly
   // rounded quotient unless the divisor's mantissa is all ones (Markstein, IBM J. Res. Dev. 34 (1990) 111); quotients
   // small enough for the step to lose bits are far below what e4m3 rounds to zero.
-  __device__ __forceinline__ u32 encode(float x) const {
-    if (special) return e4m3_encode(x);
-    if (divides) return e4m3_encode(__fdiv_rn(x, scale));
-    const float quotient = __fmul_rn(x, inverse);
-    return e4m3_encode(__fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient));
+  __device__ __forceinline__ float quotient(float x) const {
+    const float near = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
+  }
+
+  // COUNT elements of the block as words of the wire.
+  template <u32 COUNT>
+  __device__ __forceinline__ void encode(const float* x, u32* words) const {
+    if (special || divides) {
+      encode_by_division<COUNT>(x, words);
+      return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i += 4)
+      words[i / 4] = e4m3_encode_four(quotient(x[i]), quotient(x[i + 1]), quotient(x[i + 2]), quotient(x[i + 3]));
+  }
+
+  template <u32 COUNT>
+  __device__ __forceinline__ void encode_by_division(const float* x, u32* words) const {
+    const float by = special ? 1.0f : scale;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i += 4) {
+      words[i / 4] = e4m3_encode_four(__fdiv_rn(x[i], by), __fdiv_rn(x[i + 1], by), __fdiv_rn(x[i + 2], by),
+                                      __fdiv_rn(x[i + 3], by));
+    }
   }
 };

@@ -15,5 +15,16 @@ struct Mxfp4 {
     factor = e8m0_inverse_power(byte);
   }
   __device__ __forceinline__ u32 scale_bits() const { return byte; }
-  __device__ __forceinline__ u32 encode(float x) const { return byte ? e2m1_encode(__fmul_rn(x, factor)) : 0; }
+
+  // COUNT elements of the block as words of the wire.
+  template <u32 COUNT>
+  __device__ __forceinline__ void encode(const float* x, u32* words) const {
+#pragma unroll
+    for (u32 word = 0; word < COUNT / 8; ++word) {
+      words[word] = 0;
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i)
+        words[word] |= (byte ? e2m1_encode(__fmul_rn(x[word * 8 + i], factor)) : 0) << (4 * i);
+    }
+  }
 };

@@ -15,6 +15,16 @@ struct Mxfp8 {
     factor = e8m0_inverse_power(byte);
   }
   __device__ __forceinline__ u32 scale_bits() const { return byte; }
-  // The product with 0 would keep a sign.
-  __device__ __forceinline__ u32 encode(float x) const { return byte ? e4m3_encode(__fmul_rn(x, factor)) : 0; }
+
+  // COUNT elements of the block as words of the wire.
+  template <u32 COUNT>
+  __device__ __forceinline__ void encode(const float* x, u32* words) const {
+    // The product with 0 would keep a sign.
+    const u32 kept = byte ? 0xffffffffu : 0;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i += 4) {
+      words[i / 4] = kept & e4m3_encode_four(__fmul_rn(x[i], factor), __fmul_rn(x[i + 1], factor),
+                                             __fmul_rn(x[i + 2], factor), __fmul_rn(x[i + 3], factor));
+    }
+  }
 };

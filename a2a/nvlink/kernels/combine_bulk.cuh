@@ -206,6 +206,10 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
                      round.number);
     }
   }
+  // Whose rows the first unit wants is known here, and looked up while the others' words are on their way.
+  const u32 units = p.num_tokens * p.segments;
+  Holders holders;
+  if (warp < adders && self < units) holders.load(p, self / p.segments);
   // Every CTA waits for all ranks, then reads.
   for (u32 rank = warp; rank < EP_SIZE; rank += adders + 1) {
     if (!active.has(rank)) continue;
@@ -219,7 +223,6 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   }
   __syncthreads();
   if (verdict == VERDICT_FINE && warp < adders) {
-    const u32 units = p.num_tokens * p.segments;
     for (u32 unit = self; unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(COMBINE_CLAIMS, round.parity), 1);
@@ -227,8 +230,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
         if (common_alignment(p.payload | row_bytes) >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit);
         else sum_e4m3_unit<1>(p, unit);
       } else {
-        Holders holders;
-        holders.load(p, unit / p.segments);
+        if (unit != self) holders.load(p, unit / p.segments);
         sum_unit<TYPE, false>(p, holders, unit, row_bytes);
       }
       unit = __shfl_sync(ALL_LANES, next, 0);

@@ -36,8 +36,7 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
   u32 tokens, digest;
-  if (!await_two_words(round, header, SIGNAL_HEADER, rank, tokens, digest)) return false;
-  if (!await_releasing_word(round, header + 2, SIGNAL_HEADER, rank, num_flags)) return false;
+  if (!await_header(round, header, rank, tokens, digest, num_flags)) return false;
   if (tokens != p.runtime_max_tokens_per_rank) {
     record_failure(round, KIND_MISMATCH_MAX_TOKENS, SIGNAL_HEADER, rank, tokens, p.runtime_max_tokens_per_rank, 0);
     return false;

@@ -192,9 +192,14 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     }
     TokenIds ids;
     u64 low = 0, high = 0;
+#if WIRE_FORMAT
+    Group group;
+#endif
     if (first < p.num_tokens) {
       ids.load(p, first_ids);
-#if !WIRE_FORMAT
+#if WIRE_FORMAT
+      group.load(p, first, threadIdx.x * GROUP);
+#else
       low = here.low.load_at<WORDS>(low_from);
       high = here.high.load_at<WORDS>(high_from);
 #endif
@@ -219,7 +224,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       if (token < p.num_tokens) {
 #if WIRE_FORMAT
         __syncthreads();
-        quantize_image(p, token, image);
+        quantize_image(p, token, group, image);
         __syncthreads();
         low = here.low.count ? image[here.at() / 8] : 0;
         high = here.high.count ? image[here.at() / 8 + 1] : 0;
@@ -232,7 +237,9 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       line += rows * num_lines * LINE_BYTES;
       if (token + rows >= p.num_tokens) continue;
       ids.load(p, ids_of(p, token + rows));
-#if !WIRE_FORMAT
+#if WIRE_FORMAT
+      group.load(p, token + rows, threadIdx.x * GROUP);
+#else
       low = here.low.load<WORDS>(token + rows);
       high = here.high.load<WORDS>(token + rows);
 #endif

@@ -41,33 +41,49 @@ __device__ __noinline__ float load_element(const u8* from, u32 index, u32 type) 
   return type == TYPE_BF16 ? to_float<TYPE_BF16>(bits) : to_float<TYPE_FP16>(bits);
 }
 
-// 16 elements from `first` on as fp32, zero beyond the row.
-__device__ __forceinline__ void load_group(const DispatchParams& p, u32 token, u32 first, float* values) {
-  const u32 size = size_of(p.input_type);
-  const u8* const row = reinterpret_cast<const u8*>(p.payload_rows[DATA_PAYLOAD]) + u64(token) * p.hidden_size * size;
-  const u8* const from = row + u64(first) * size;
-  if (size == 2 && first + GROUP <= p.hidden_size && common_alignment(reinterpret_cast<u64>(from)) == 16) {
-    const Vec16 low = load16(from), high = load16(from + 16);
-    const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (p.input_type == TYPE_BF16) {
-#pragma unroll
-      for (u32 i = 0; i < 8; ++i) {
-        values[2 * i] = to_float<TYPE_BF16>(words[i] & 0xffff);
-        values[2 * i + 1] = to_float<TYPE_BF16>(words[i] >> 16);
-      }
-    } else {
-#pragma unroll
-      for (u32 i = 0; i < 8; ++i) {
-        values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
-        values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
-      }
-    }
-    return;
+// A lane's 16 elements as they lie in memory. Loaded apart from their use, so that the loads of one group pass while
+// another is being worked on.
+struct Group {
+  const u8* row;
+  u32 first;
+  bool whole;  // they are two aligned accesses
+  Vec16 low, high;
+
+  __device__ __forceinline__ void load(const DispatchParams& p, u32 token, u32 first_element) {
+    const u32 size = size_of(p.input_type);
+    row = reinterpret_cast<const u8*>(p.payload_rows[DATA_PAYLOAD]) + u64(token) * p.hidden_size * size;
+    first = first_element;
+    const u8* const from = row + u64(first) * size;
+    whole = size == 2 && first + GROUP <= p.hidden_size && common_alignment(reinterpret_cast<u64>(from)) == 16;
+    if (!whole) return;
+    low = load16(from);
+    high = load16(from + 16);
   }
+
+  // As fp32, zero beyond the row.
+  __device__ __forceinline__ void values(const DispatchParams& p, float* values) const {
+    if (whole) {
+      const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      if (p.input_type == TYPE_BF16) {
 #pragma unroll
-  for (u32 i = 0; i < GROUP; ++i)
-    values[i] = first + i < p.hidden_size ? load_element(from, i, p.input_type) : 0.0f;
-}
+        for (u32 i = 0; i < 8; ++i) {
+          values[2 * i] = to_float<TYPE_BF16>(words[i] & 0xffff);
+          values[2 * i + 1] = to_float<TYPE_BF16>(words[i] >> 16);
+        }
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+          values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
+          values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < GROUP; ++i)
+      values[i] = first + i < p.hidden_size ? load_element(row, first + i, p.input_type) : 0.0f;
+  }
+};
 
 // Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. Returns the
 // block's scale, and the wire bytes in words[0..GROUP_BYTES/4).
@@ -78,19 +94,13 @@ __device__ __forceinline__ u32 quantize_group(const float* values, float global_
 #pragma unroll
   for (u32 step = 1; step < BLOCK_LANES; step *= 2) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
   const Format format(amax, global_scale);
-  constexpr u32 per_word = 32 / Format::ELEMENT_BITS;
-#pragma unroll
-  for (u32 word = 0; word < GROUP / per_word; ++word) {
-    words[word] = 0;
-#pragma unroll
-    for (u32 i = 0; i < per_word; ++i)
-      words[word] |= format.encode(values[word * per_word + i]) << (i * Format::ELEMENT_BITS);
-  }
+  format.template encode<GROUP>(values, words);
   return format.scale_bits();
 }
 
-// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are.
-__device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, u64* image) {
+// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are. `loaded`: this
+// thread's first group of the token.
+__device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, Group loaded, u64* image) {
   const u32 lane = threadIdx.x % 32, groups = wire_elements(p) / GROUP;
   const u32 scales_at = (p.payload_bytes[DATA_PAYLOAD] + 7) & ~7u;
   const u32 others_at = scales_at + ((p.payload_bytes[SCALES_PAYLOAD] + 7) & ~7u);
@@ -100,7 +110,8 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
   for (u32 group = threadIdx.x; group - lane < groups; group += blockDim.x) {
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
-    load_group(p, token, group * GROUP, values);
+    if (group != threadIdx.x) loaded.load(p, token, group * GROUP);
+    loaded.values(p, values);
     const u32 scale = quantize_group(values, global_scale, words);
     if (group >= groups) continue;
 #pragma unroll
@@ -144,12 +155,15 @@ __device__ __forceinline__ void quantize_and_push(const DispatchParams& p, u32 t
            (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * p.payload_bytes[payload];
   };
   u32 gathered = 0;
+  Group next;
+  next.load(p, token, begin * CHUNK + lane * GROUP);
 #pragma unroll 1
   for (u32 chunk = begin; chunk < end; ++chunk) {
     const u32 first = chunk * CHUNK + lane * GROUP;
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
-    load_group(p, token, first, values);
+    next.values(p, values);
+    next.load(p, token, first + CHUNK);
     u32 scale = quantize_group(values, global_scale, words);
     const u32 at = first / 8 * Format::ELEMENT_BITS;
     for_each_destination(to, [&](i32 rank, i32 slot) {

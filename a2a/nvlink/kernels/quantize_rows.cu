@@ -24,7 +24,9 @@ extern "C" __global__ void __launch_bounds__(256) quantize_rows(const __grid_con
     const u32 row = u32(unit / chunks), group = u32(unit % chunks) * 32 + lane;
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
-    load_group(from, row, group * GROUP, values);
+    Group loaded;
+    loaded.load(from, row, group * GROUP);
+    loaded.values(from, values);
     // All lanes of the warp: those past the row hold zeros and share their block with none that is not.
     const u32 scale = quantize_group(values, 1.0f, words);
     if (group >= groups) continue;

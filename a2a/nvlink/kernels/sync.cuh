@@ -247,7 +247,7 @@ __device__ __forceinline__ void load_line_part(const u64* from, u64& low, u64& h
 // Publishes all that this CTA's threads wrote, wherever, before the barrier that must stand between them and this call.
 // Barrier: their stores happen before it returns here. Fence + relaxed store: a release pattern at system scope, and
 // fences are cumulative, so those stores happen before the flag is seen. Every CTA raises its own flag: a flag raised
-// by one CTA for others would need them to synchronise first. Partners: await_flag, await_releasing_word.
+// by one CTA for others would need them to synchronise first. Partners: await_flag, await_header.
 __device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
@@ -278,16 +278,20 @@ __device__ __forceinline__ bool await_flag(const Round& round, const u32* from, 
   }
 }
 
-// As await_word, for a word that was published behind release_rows: acquires what that released.
-__device__ __forceinline__ bool await_releasing_word(const Round& round, const u64* from, u32 signal, u32 peer,
-                                                     u32& value) {
+// Waits for a header of three words, of which the last was published behind release_rows: acquires what that released.
+// All are looked at together, as each look takes as long as the memory is far.
+__device__ __forceinline__ bool await_header(const Round& round, const u64* from, u32 peer, u32& first, u32& second,
+                                             u32& last) {
   Patience patience;
   while (true) {
-    u64 seen;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
-    value = u32(seen);
-    if (u32(seen >> 32) == round.number) return true;
-    if (give_up(round, patience, signal, peer, u32(seen >> 32))) return false;
+    u64 low, high, seen;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from));
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from + 2) : "memory");
+    first = u32(low);
+    second = u32(high);
+    last = u32(seen);
+    if (u32(low >> 32) == round.number && u32(high >> 32) == round.number && u32(seen >> 32) == round.number) return true;
+    if (give_up(round, patience, SIGNAL_HEADER, peer, u32(seen >> 32))) return false;
   }
 }
 
