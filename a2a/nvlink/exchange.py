@@ -21,7 +21,7 @@ from a2a.errors import ShapeError
 from a2a.layout import ALIGNMENT, WorkspaceLayout
 from a2a.nvlink.compile import compile_kernel
 from a2a.nvlink.driver import arch_of
-from a2a.nvlink.launch import Kernel, Library
+from a2a.nvlink.launch import Kernel, Library, load
 from a2a.nvlink.params import (
     MAX_CTAS,
     OUTPUT_TYPES,
@@ -346,9 +346,9 @@ class Exchange:
         with ThreadPoolExecutor(max_workers=len(sources)) as pool:
             cubins = list(pool.map(self._compiled, sources))
         for wire, cubin in zip(wires, cubins, strict=False):
-            self._take_dispatch(Library(cubin, self.device), wire, top_k)
+            self._take_dispatch(load(cubin, self.device), wire, top_k)
         for kind, cubin in zip(types, cubins[len(wires) :], strict=True):
-            self._take_combine(Library(cubin, self.device), kind, top_k)
+            self._take_combine(load(cubin, self.device), kind, top_k)
 
     def _compiled(self, source: tuple[str, dict[str, int]]) -> bytes:
         return compile_kernel(*source, self._arch, preamble=device_source())[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from a2a.config import ExchangeConfig
 from a2a.nvlink.compile import compile_kernel
-from a2a.nvlink.launch import Library
+from a2a.nvlink.launch import load
 from a2a.nvlink.params import OUTPUT_TYPES, SCALE_LAYOUTS, QuantizeParams, defines, device_source
 from a2a.quant import ScaleLayout, wire_format
 
@@ -44,7 +44,7 @@ class RowQuantizer:
     def __init__(self, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         cubin, _ = compile_kernel(FILE, constants(), f"sm_{major}{minor}", preamble=device_source())
-        self._kernel = Library(cubin, device).kernel("quantize_rows", QuantizeParams)
+        self._kernel = load(cubin, device).kernel("quantize_rows", QuantizeParams)
         self._most_ctas = _CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         # A launch reads parameters that are filled in before it.
         self._lock = threading.Lock()
