@@ -244,7 +244,21 @@ class QuantizeParams(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams)
+class ScrubParams(ctypes.Structure):
+    """What scrub_ids is told; see scrub_ids.py."""
+
+    _fields_ = (
+        ("ids", ctypes.c_uint64),  # [ep, R, k], on a multiple of id_bytes
+        ("recv_counts", ctypes.c_uint64),  # int32 [ep]
+        ("invalid_id", ctypes.c_uint64),  # two's complement
+        ("ep_size", ctypes.c_uint32),
+        ("runtime_max_tokens_per_rank", ctypes.c_uint32),  # R
+        ("top_k", ctypes.c_uint32),  # k
+        ("id_bytes", ctypes.c_uint32),  # 4 or 8
+    )
+
+
+STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams, ScrubParams)
 _C_NAMES: Final = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64"}
 
 

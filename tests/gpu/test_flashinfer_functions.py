@@ -219,6 +219,43 @@ def test_widths_that_grow_and_shrink() -> None:
         ranks.play(draw(ranks.case, seed), in_workspace=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_are_scrubbed_right_behind_their_dispatch(dtype: torch.dtype) -> None:
+    """While other ranks' kernels wait on the GPU, at any place of the ids among 16 bytes."""
+    case = Case(ep_size=8, id_dtype=dtype, top_k=3, max_num_tokens=21)
+    ranks = Ranks(case)
+    for seed in range(ROUNDS):
+        round = draw(case, seed)
+        receipts = round.receipts()
+        rows = [[each.cuda() for each in one.payloads] for one in round.inputs]
+        copies = [torch.zeros((8, 21, 3), dtype=dtype, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        got = {}
+        for rank in ranks.everyone():
+            with torch.cuda.stream(ranks.streams[rank]):
+                common = (ranks.workspace, ranks.metainfo[rank])
+                views, _, _ = fi.moe_a2a_dispatch(
+                    rows[rank][IDS_PAYLOAD], rows[rank], *common, round.runtime_max_tokens_per_rank, rank, 8, 3,
+                    case.num_experts,
+                )  # fmt: skip
+                ids = views[IDS_PAYLOAD]
+                fi.moe_a2a_sanitize_expert_ids(ids if rank % 2 else ids.flatten(0, 1), *common, rank, -1)
+                # Ids elsewhere, behind the same counts.
+                few = copies[rank].flatten()[rank % 4 : rank % 4 + 8 * 2 * 3].view(8, 2, 3)
+                fi.moe_a2a_sanitize_expert_ids(few, *common, rank, 1 << 30)
+                got[rank] = views
+        torch.cuda.synchronize()
+        for rank, views in got.items():
+            assert_receipt(receipts[rank], views)
+            wanted = torch.zeros((8, 2, 3), dtype=dtype)
+            for src, count in enumerate(receipts[rank].recv_counts.tolist()):
+                wanted[src, min(count, 2) :] = 1 << 30
+            start = rank % 4
+            assert_equal("few ids", copies[rank].flatten()[start : start + 48].view(8, 2, 3), wanted)
+            assert int(copies[rank].count_nonzero()) == int(wanted.count_nonzero()), "another id was written"
+    ranks.play(draw(case, ROUNDS), in_workspace=True)
+
+
 def test_dispatches_alone() -> None:
     """Nothing is combined in between, as where only dispatch is measured; the last round is whole."""
     case = Case(ep_size=4)
@@ -330,11 +367,12 @@ def test_the_state_goes_with_the_memory() -> None:
     assert used[1] == used[-1], used
 
 
-def test_the_script_of_eight_ranks() -> None:
-    """Historical names alone, found where FlashInfer would be."""
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_the_script_of_eight_ranks(ids: str) -> None:
+    """Historical names alone, found where FlashInfer would be; a fresh process has loaded none of torch's kernels."""
     root = Path(__file__).resolve().parents[2]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     script = root / "tests" / "gpu" / "historical_one_gpu.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environ)
+    done = subprocess.run([sys.executable, str(script), ids], capture_output=True, text=True, timeout=250, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "8 ranks on one GPU: exact\n"

@@ -99,7 +99,9 @@ def _without_instructions(text: str) -> str:
         text = text[end + 1 :]
     flat = "".join([*done, text])
     # A line's parts have a rule of their own; other pairs of words are just two words.
-    start = flat.index("void load_line_part")
+    start = flat.find("void load_line_part")
+    if start < 0:
+        return flat
     end = flat.index("LOAD_TWO", start)
     flat = flat[:end] + flat[end:].replace("LOAD_TWO", "load_line_part", 1)
     return flat.replace("LOAD_TWO", "load_two")
