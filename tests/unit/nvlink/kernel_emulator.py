@@ -80,6 +80,8 @@ class EmulatedModule:
         options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w", f"-I{directory}"]
         # Shared variables of inline functions would be one for all modules of the process.
         options.append("-fno-gnu-unique")
+        # A GPU refuses what a CPU allows: a word that does not lie on a multiple of its size.
+        options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         command = [COMPILER, *options, str(HERE / "emulated_device.cpp"), "-o", str(library)]
         subprocess.run(command, check=True)
         self._launch = ctypes.CDLL(str(library)).launch
