@@ -321,6 +321,19 @@ def test_masks(capturing: Any) -> None:
         play([0, 1])
 
 
+@pytest.mark.parametrize(("scalar", "seen"), [(1.0, 1.0), (2, 2.0), (37.5, 37.5), (torch.tensor([0.5]), 0.5)])
+def test_a_global_scale_of_the_output_is_one_number_on_the_device(capturing: Any, scalar: Any, seen: float) -> None:
+    workspace, metainfo = made()
+    _, offset, _ = dispatch(workspace, metainfo[0])
+    scales = torch.zeros((3, HIDDEN // 16), dtype=torch.float8_e4m3fn)
+    combine(workspace, metainfo[0], offset, output_dtype=torch.uint8, output_scales=scales, output_scalar_scale=scalar)
+    told = launches(workspace)[-1]
+    assert isinstance(told, CombineCall) and told.output_quantize is not None
+    scale = told.output_quantize.global_scale
+    assert scale is not None and scale.dtype == torch.float32 and scale.item() == seen
+    assert not isinstance(scalar, torch.Tensor) or scale is scalar, "what lies there is not copied"
+
+
 def test_statistics(capturing: Any) -> None:
     size = fi.moe_a2a_get_workspace_size_per_rank(EP, TOKENS, 256, 256, 3)
     workspace = aligned(size)
