@@ -36,6 +36,7 @@ from a2a.nvlink.params import (
     landing_tokens,
     lines,
 )
+from a2a.nvlink.quantize_rows import FORMATS, row_quantizer
 from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.quant import quantize_blocks, swizzle_scales
@@ -122,6 +123,7 @@ class Exchange:
         fused = config.wire_format if config.wire_format in WIRE_FORMATS else None
         wires = [None] if fused is None else [None, fused]
         self._load(wires, config.top_k, combine=True)
+        self._quantizers = {name: row_quantizer(self.device.index, name) for name in FORMATS}
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place.
@@ -221,6 +223,12 @@ class Exchange:
             sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device=self.device)
             self._combine(call, sums)
             how = call.output_quantize
+            quantizer = self._quantizers.get(how.wire_format.name)
+            if quantizer is not None and call.output_scales is not None:
+                quantizer.quantize_into(sums, call.output, call.output_scales, call.scale_layout, how.global_scale)
+                if call.stream is not None:
+                    self._used_on(stream, [call.output, call.output_scales, how.global_scale])
+                return
             data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
             call.output.view(torch.uint8).copy_(data.view(torch.uint8))
             if scales is not None and call.output_scales is not None:

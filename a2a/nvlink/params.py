@@ -233,12 +233,15 @@ class QuantizeParams(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_uint64),  # [n, hidden_size]
-        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format, on a 16-byte boundary
-        ("scales", ctypes.c_uint64),  # bytes in scale_layout, zeroed where no scale lies
+        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format
+        ("scales", ctypes.c_uint64),  # [layout_rows, layout_columns] bytes in scale_layout
+        ("global_scale", ctypes.c_uint64),  # fp32 scalar, or null for 1.0
         ("num_rows", ctypes.c_uint32),
         ("hidden_size", ctypes.c_uint32),
         ("row_elements", ctypes.c_uint32),  # columns of padding included
         ("scale_columns", ctypes.c_uint32),
+        ("layout_rows", ctypes.c_uint32),  # padding of the layout included
+        ("layout_columns", ctypes.c_uint32),
         ("input_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
         ("scale_layout", ctypes.c_uint32),  # index into SCALE_LAYOUTS
     )

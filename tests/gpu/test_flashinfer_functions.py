@@ -17,6 +17,8 @@ from torch import Tensor
 from a2a import reference
 from a2a.errors import MismatchError, PeerTimeout
 from a2a.integrations import flashinfer as fi
+from a2a.integrations.flashinfer_functions import _SCALE_LAYOUTS
+from a2a.quant import swizzle_scales, wire_format
 
 pytestmark = pytest.mark.gpu(1)
 ROUNDS = int(os.environ.get("A2A_GPU_TEST_ROUNDS", "12"))
@@ -294,6 +296,49 @@ def test_other_outputs() -> None:
         wanted = reference.combine(ids, on_host, case.placed(), row_order=case.row_order, output_dtype=dtype)
         for out, each in zip(outs, wanted, strict=True):
             assert_equal(str(dtype), out, each)
+
+
+QUANTIZED: dict[str, tuple[torch.dtype, torch.dtype, float]] = {
+    "mxfp8": (torch.float8_e4m3fn, torch.uint8, 1.0),
+    "nvfp4": (torch.uint8, torch.float8_e4m3fn, 37.5),
+    "mxfp4": (torch.uint8, torch.uint8, 1.0),
+}
+"""dtypes of output and scales, and a global scale."""
+
+
+@pytest.mark.parametrize("layout", list(fi.SfLayout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_outputs(name: str, layout: Any) -> None:
+    """Each rank's sums are quantised while combines of others wait on the GPU; every byte of rows and scales."""
+    case = Case(ep_size=8, hidden_size=160, max_num_tokens=21)
+    ranks = Ranks(case)
+    dtype, scales_dtype, scalar = QUANTIZED[name]
+    form, kind = wire_format(name), _SCALE_LAYOUTS[layout]
+    for seed in range(min(ROUNDS, 4)):
+        round = draw(case, seed)
+        receipts, most = round.receipts(), round.runtime_max_tokens_per_rank
+        rows = [[each.cuda() for each in one.payloads] for one in round.inputs]
+        got = ranks.dispatch(round, rows)
+        made = [round.expert_rows(rank, receipts).cuda() for rank in range(8)]
+        counts = [each.topk_ids.shape[0] for each in round.inputs]
+        shapes = [kind.shape(n, form.scales_width(case.hidden_size)) for n in counts]
+        scales = [torch.full(shape, 0xAA, dtype=torch.uint8, device="cuda").view(scales_dtype) for shape in shapes]
+        torch.cuda.synchronize()
+        outs = {}
+        for rank in ranks.everyone():
+            with torch.cuda.stream(ranks.streams[rank]):
+                outs[rank] = fi.moe_a2a_combine(
+                    made[rank], counts[rank], ranks.workspace, ranks.metainfo[rank], most, rank, 8, case.top_k,
+                    got[rank][1], output_dtype=dtype, output_scales=scales[rank], output_scalar_scale=scalar,
+                    sf_layout=layout,
+                )  # fmt: skip
+        torch.cuda.synchronize()
+        for rank, sums in enumerate(round.sums(receipts)):
+            scale = torch.tensor(scalar) if form.needs_global_scale else None
+            data, linear = form.quantize(sums, global_scale=scale)
+            arranged = swizzle_scales(form.need_scales(linear).view(torch.uint8), kind)
+            assert_equal(f"rank {rank}: rows", outs[rank].view(torch.uint8), data.view(torch.uint8))
+            assert_equal(f"rank {rank}: scales", scales[rank].view(torch.uint8), arranged)
 
 
 def test_a_disagreement_is_told_at_the_next_call_and_forgotten_by_initializing() -> None:
