@@ -253,9 +253,8 @@ def moe_a2a_sanitize_expert_ids(
         invalid_expert_id: the value.
         enable_pdl: without meaning.
 
-    On a GPU one launch on the current stream, of a kernel that `moe_a2a_initialize` has loaded; may be captured.
-
-    No host synchronisation, but for the first call in a process that has initialised no workspace.
+    On a GPU one launch on the current stream, of a kernel that `moe_a2a_initialize`, or `MoeAlltoAll`, has loaded; may
+    be captured. No host synchronisation.
 
     Raises:
         ShapeError, ConfigError (ValueErrors): ids that do not fit, or a value that ids on a GPU cannot have.

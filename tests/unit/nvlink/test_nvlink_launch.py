@@ -106,6 +106,25 @@ def test_nothing_is_unloaded_in_a_capture(driver: Driver, monkeypatch: pytest.Mo
     assert driver.unloaded == [0]
 
 
+@pytest.mark.parametrize("context", [0, 5])
+def test_a_thread_that_is_new_to_a_gpu_does_not_wait_for_it(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from a2a.nvlink import driver as module
+
+    asked: list[torch.device] = []
+
+    def refuse(device: Any = None) -> None:
+        raise AssertionError("waits for kernels that may wait for this thread")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: asked.append(device))
+    )
+    monkeypatch.setattr(module, "cu", SimpleNamespace(cuCtxGetCurrent=lambda: (0, context)))
+    with module.on_device(GPU):
+        assert asked == ([] if context else [GPU])
+
+
 def test_a_shared_function_has_room_for_the_widest_of_its_users(driver: Driver) -> None:
     from a2a.nvlink.launch import load
 
