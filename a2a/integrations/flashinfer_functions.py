@@ -60,8 +60,9 @@ def moe_a2a_initialize(
     """Zero one rank's row of a workspace and make it ready for rounds.
 
     Once per rank before the first round of any, or again while no rank has a round in flight. Ranks that share a
-    process must all be initialised before the first of them dispatches. Payload rows are zero afterwards and stay so
-    until a token is written to them.
+    process must all be initialised before the first of them dispatches: what their calls need is loaded here, and
+    loading may wait for kernels that wait for other ranks. Payload rows are zero afterwards and stay so until a token
+    is written to them.
 
     Args:
         workspace: uint8 `[ep, bytes]` on a GPU, row `r` being rank `r`'s: any CUDA tensor, or memory that ranks share.
@@ -123,7 +124,9 @@ def moe_a2a_dispatch(
         A view `[ep, R, *]` per payload, the offset of the combine area in this rank's row, and the gathered statistics
         `[ep, Es]` or None. Ids of padded slots are left alone: see `moe_a2a_sanitize_expert_ids`.
 
-    No host synchronisation, but for the first call of a kind, which compiles and loads kernels.
+    No host synchronisation, but for the first call of a kind (top_k, num_experts, enable_rank_mask), which compiles and
+    loads kernels for all ranks of this process before it launches. Where several ranks of a process share a GPU, no
+    other kind's round may be under way then: loading may wait for kernels that wait for a rank yet to be called.
 
     Raises:
         ConfigError, ShapeError (ValueErrors), StateError: an argument or a state that does not allow it.
@@ -200,6 +203,15 @@ def moe_a2a_combine(
     Returns:
         `[n, H']`, `output` itself if given.
 
+    Host synchronisation:
+        None, but with an `output_scalar_scale` that is a tensor on the CPU.
+
+    Where several ranks of a process share a GPU, a rank's call must not wait there for kernels that wait for ranks yet
+    to be called. Two things of torch's may: its allocator, when it has to give memory back to make room for an `output`
+    that is not given, for sums that are quantised or for low-precision rows; and with `use_low_precision` and a payload
+    that is not e4m3 yet, the first use of the operators that make it so, where ranks differ in dtype or in the
+    alignment of their payloads.
+
     Raises:
         ShapeError (a ValueError): a bad `output`, before any kernel is compiled. Others as `moe_a2a_dispatch`.
     """
@@ -241,20 +253,38 @@ def moe_a2a_sanitize_expert_ids(
         invalid_expert_id: the value.
         enable_pdl: without meaning.
 
-    No host synchronisation.
+    On a GPU one launch on the current stream, of a kernel that `moe_a2a_initialize`, or `MoeAlltoAll`, has loaded; may
+    be captured. No host synchronisation.
+
+    Raises:
+        ShapeError, ConfigError (ValueErrors): ids that do not fit, or a value that ids on a GPU cannot have.
     """
     check_backend(backend)
     ep_size = workspace.shape[0]
-    if not expert_ids.is_contiguous() or expert_ids.dim() not in (2, 3) or expert_ids.numel() % ep_size:
+    if (
+        not expert_ids.is_contiguous()
+        or expert_ids.dim() not in (2, 3)
+        or expert_ids.numel() % ep_size
+        or expert_ids.device != workspace.device
+    ):
         raise ShapeError(
             what="expert_ids",
-            got=f"{expert_ids.dtype} {tuple(expert_ids.shape)}",
-            wanted=f"contiguous ids [{ep_size}, R, k] or [{ep_size} * R, k]",
+            got=f"{expert_ids.dtype} {tuple(expert_ids.shape)} on {expert_ids.device}",
+            wanted=f"contiguous ids [{ep_size}, R, k] or [{ep_size} * R, k] on {workspace.device}",
             rank=ep_rank,
         )
+    if not expert_ids.numel():
+        return
     blocks = expert_ids.view(ep_size, -1, expert_ids.shape[-1])
     start = int(metainfo[METAINFO_INDEX["RECV_COUNTERS_OFFSET_INDEX"]])
     counts = workspace[ep_rank, start : start + 4 * ep_size].view(torch.int32)
+    if counts.numel() != ep_size:
+        raise ShapeError(what="metainfo", got=start, wanted="what moe_a2a_initialize returned", rank=ep_rank)
+    if _is_on_gpu(blocks) and blocks.dtype in (torch.int32, torch.int64):
+        from a2a.nvlink.scrub_ids import id_scrubber
+
+        id_scrubber(blocks.device.index).scrub(blocks, counts, invalid_expert_id)
+        return
     slots = torch.arange(blocks.shape[1], dtype=torch.int32, device=blocks.device)
     blocks.masked_fill_((slots >= counts.unsqueeze(1)).unsqueeze(2), invalid_expert_id)
 
@@ -362,6 +392,10 @@ def output_format(scales: Tensor | None, scalar_scale: Any, sf_layout: Any) -> t
 
 
 # ---- checks that need no state -------------------------------------------------------------------------------------
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _check_output(

@@ -49,6 +49,11 @@ class Rounds(NativeMoeAlltoAll):
         self._payload_bytes = payload_bytes
         self._least_bytes = least_bytes
         super().__init__(**arguments)
+        if self.workspace.is_cuda:
+            # For callers of moe_a2a_sanitize_expert_ids: loading is no part of rounds or captures.
+            from a2a.nvlink.scrub_ids import id_scrubber
+
+            id_scrubber(self.workspace.device.index)
 
     def _lay_out(self, config: ExchangeConfig, chosen: type[Transport]) -> WorkspaceLayout:
         regions = [*chosen.control_regions(config)]

@@ -15,6 +15,7 @@ plays the empty round too.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -31,11 +32,13 @@ from a2a.nvlink.driver import device_of_address
 from a2a.nvlink.exchange import Exchange
 from a2a.nvlink.memory import tensor_at
 from a2a.nvlink.params import KINDS, PHASES
+from a2a.nvlink.scrub_ids import id_scrubber
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout
 from a2a.transport import CombineCall, DispatchCall, Payload
 
 _STATE: Final = "_a2a_ranks"
+_LOADING: Final = threading.Lock()
 _TIMEOUT: Final = 1
 _EMPTY_ROW_BYTES: Final = torch.bfloat16.itemsize
 
@@ -68,9 +71,11 @@ def initialize(
     payload_bytes = payload_bytes_of(workspace.shape[1], ep_size, max_num_tokens, eplb_stats_num_experts)
     layout = caller_layout(ep_size, max_num_tokens, eplb_stats_num_experts, payload_bytes)
     workspace[ep_rank].zero_()
-    torch.cuda.current_stream(workspace.device).synchronize()
     kept = _kept_with(workspace)
-    kept[workspace.data_ptr(), ep_rank] = CallerRank(workspace, ep_rank, layout, kept)
+    rank = CallerRank(workspace, ep_rank, layout, kept)
+    rank.load()
+    torch.cuda.current_stream(workspace.device).synchronize()
+    kept[workspace.data_ptr(), ep_rank] = rank
     return metainfo_of(layout)
 
 
@@ -138,6 +143,12 @@ class CallerRank:
         self._played = 0
         self._mask_words: list[int] | None = None
         self._captured_reach_bytes: int | None = None
+
+    def load(self) -> None:
+        """Have everything loaded that this rank's calls use beside the kernels of a kind of round: see `_load`."""
+        id_scrubber(self._workspace.device.index)
+        # The same operators on the same addresses as when a mask is set.
+        self._write_mask([0] * self._mask_region().numel())
 
     # ---- the two verbs ---------------------------------------------------------------------------------------------
 
@@ -241,6 +252,9 @@ class CallerRank:
         if payload_in_workspace:
             self._check_address(blocks, combine_payload_offset)
         dtype, scales, scalar, scale_layout, out = output
+        if isinstance(scalar, int | float) and scalar != 1.0:
+            # Written by a kernel on this stream: a copy from the host would wait for the stream, and void a capture.
+            scalar = torch.full((), scalar, dtype=torch.float32, device=blocks.device)
         quantize, out_width, out_dtype = arguments.output(dtype, scales, scalar, scale_layout, blocks, low_precision)
         if out is None:
             out = torch.empty((num_tokens, out_width), dtype=out_dtype, device=blocks.device)
@@ -350,9 +364,11 @@ class CallerRank:
         """
         if kind in self._exchanges:
             return
-        for rank in self._ranks_here():
-            if kind not in rank._exchanges:
-                rank._exchanges[kind] = rank._make_exchange(kind)
+        with _LOADING:
+            # Ranks may be threads: none finds its kernels, and launches, before those of all are loaded.
+            made = [(rank, rank._make_exchange(kind)) for rank in self._ranks_here() if kind not in rank._exchanges]
+            for rank, exchange in made:
+                rank._exchanges[kind] = exchange
 
     def _ranks_here(self) -> list[CallerRank]:
         """Ranks of this process on this workspace, this one included."""
@@ -403,13 +419,19 @@ class CallerRank:
                     state="capturing a graph",
                     change="play one round with this mask before the capture",
                 )
-            region = self.layout.region("rank_mask")
-            mask = self._workspace[self.ep_rank, region.offset_bytes : region.end_bytes].view(torch.int64)
-            for index, word in enumerate(words):
-                # As an argument of a kernel: a copy from the host might wait for the stream.
-                mask[index].fill_(word - (1 << 64) if word >> 63 else word)
+            self._write_mask(words)
             self._mask_words = words
         return exchange
+
+    def _mask_region(self) -> Tensor:
+        region = self.layout.region("rank_mask")
+        return self._workspace[self.ep_rank, region.offset_bytes : region.end_bytes].view(torch.int64)
+
+    def _write_mask(self, words: Sequence[int]) -> None:
+        mask = self._mask_region()
+        for index, word in enumerate(words):
+            # As an argument of a kernel: a copy from the host might wait for the stream.
+            mask[index].fill_(word - (1 << 64) if word >> 63 else word)
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 

@@ -36,11 +36,12 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make `device` and its primary context current, and restore what was current before."""
+    """Make `device` and its primary context current, and restore what was current before; waits for nothing."""
     with torch.cuda.device(device):
         if not int(checked("cuCtxGetCurrent", cu.cuCtxGetCurrent())):
-            # torch makes the context current lazily; driver calls need it now.
-            torch.cuda.synchronize(device)
+            # torch makes the context current lazily; driver calls need it now. Asking a stream does so without waiting:
+            # other ranks' kernels may wait on this GPU for a rank whose thread is new to it.
+            torch.cuda.current_stream(device).query()
         yield
 
 

@@ -21,7 +21,7 @@ from a2a.errors import ShapeError
 from a2a.layout import ALIGNMENT, WorkspaceLayout
 from a2a.nvlink.compile import compile_kernel
 from a2a.nvlink.driver import arch_of
-from a2a.nvlink.launch import Kernel, Library
+from a2a.nvlink.launch import Kernel, Library, load
 from a2a.nvlink.params import (
     MAX_CTAS,
     MAX_PUSHED_SEGMENTS,
@@ -38,6 +38,7 @@ from a2a.nvlink.params import (
     lines,
     pushed_rows_fit,
 )
+from a2a.nvlink.quantize_rows import FORMATS, row_quantizer
 from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.quant import quantize_blocks, swizzle_scales
@@ -122,6 +123,7 @@ class Exchange:
         fused = config.wire_format if config.wire_format in WIRE_FORMATS else None
         wires = [None] if fused is None else [None, fused]
         self._load(wires, config.top_k, combine=True)
+        self._quantizers = {name: row_quantizer(self.device.index, name) for name in FORMATS}
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place, or
@@ -222,6 +224,12 @@ class Exchange:
             sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device=self.device)
             self._combine(call, sums)
             how = call.output_quantize
+            quantizer = self._quantizers.get(how.wire_format.name)
+            if quantizer is not None and call.output_scales is not None:
+                quantizer.quantize_into(sums, call.output, call.output_scales, call.scale_layout, how.global_scale)
+                if call.stream is not None:
+                    self._used_on(stream, [call.output, call.output_scales, how.global_scale])
+                return
             data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
             call.output.view(torch.uint8).copy_(data.view(torch.uint8))
             if scales is not None and call.output_scales is not None:
@@ -366,9 +374,9 @@ class Exchange:
         with ThreadPoolExecutor(max_workers=len(sources)) as pool:
             cubins = list(pool.map(self._compiled, sources))
         for wire, cubin in zip(wires, cubins, strict=False):
-            self._take_dispatch(Library(cubin, self.device), wire, top_k)
+            self._take_dispatch(load(cubin, self.device), wire, top_k)
         for kind, cubin in zip(types, cubins[len(wires) :], strict=True):
-            self._take_combine(Library(cubin, self.device), kind, top_k)
+            self._take_combine(load(cubin, self.device), kind, top_k)
 
     def _compiled(self, source: tuple[str, dict[str, int]]) -> bytes:
         return compile_kernel(*source, self._arch, preamble=device_source())[0]

@@ -1,17 +1,23 @@
 """nvlink/launch: one kernel launch: its parameters by value, its stream, its launch attributes.
 
 Owns loaded kernels and the driver's launch call. Refuses to know what the parameters mean.
+
+Loading and unloading code may wait for all that runs on the GPU. Where several ranks of a process share one, a rank's
+kernel there may be waiting for a rank whose host thread is the one that loads. So code is loaded once for all of them,
+and unloaded not when the collector finds it but at the next load, which whoever shares a GPU keeps out of rounds.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import threading
+import weakref
+from typing import Any, Final
 
 import torch
 from cuda.bindings import driver as cu
 
-from a2a.nvlink.driver import checked, on_device
+from a2a.nvlink.driver import checked, on_device, ordinal
 
 
 class Library:
@@ -25,23 +31,59 @@ class Library:
     def __init__(self, cubin: bytes, device: torch.device) -> None:
         self.device = device
         self._cubin = cubin
+        self._shared_bytes: dict[str, int] = {}
+        self._lock = threading.Lock()
         with on_device(device):
+            _unload_what_is_left()
             self._library = checked("cuLibraryLoadData", cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
 
     def kernel(self, name: str, parameters: type[ctypes.Structure], *, shared_bytes: int = 0) -> Kernel:
         """The kernel of that unmangled name, which takes one `parameters` by value."""
         return Kernel(self, name, parameters, shared_bytes)
 
+    def allow_shared_bytes(self, name: str, function: Any, shared_bytes: int) -> None:
+        """Let launches of a kernel have so much dynamic shared memory, or more where another user needs more."""
+        key = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._lock:
+            # The limit belongs to the loaded function, which exchanges of several widths may share.
+            if shared_bytes > self._shared_bytes.get(name, 0):
+                checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(function, key, shared_bytes))
+                self._shared_bytes[name] = shared_bytes
+
     def __del__(self) -> None:
         library = getattr(self, "_library", None)
-        if library is not None:
-            try:
-                # Unloading would void a capture into which the collector has come; then the code stays loaded.
-                if not torch.cuda.is_current_stream_capturing():
-                    cu.cuLibraryUnload(library)
-            except (RuntimeError, AttributeError, TypeError):
-                # The interpreter is shutting down.
-                return
+        if library is not None and _LEFT is not None:
+            # The collector may come in the middle of a round, or of a capture, which unloading would void.
+            _LEFT.append(library)
+
+
+_LOADED: Final[weakref.WeakValueDictionary[tuple[int, bytes], Library]] = weakref.WeakValueDictionary()
+_LEFT: Final[list[Any]] = []
+"""Handles of code that nobody uses any more."""
+_LOADING: Final = threading.Lock()
+
+
+def load(cubin: bytes, device: torch.device) -> Library:
+    """Machine code on a device, loaded once for all that use it at the same time in this process.
+
+    Args:
+        cubin, device: of `Library`.
+
+    May wait for the GPU, unless the code is there already.
+    """
+    with _LOADING:
+        key = (ordinal(device), cubin)
+        library = _LOADED.get(key)
+        if library is None:
+            library = _LOADED[key] = Library(cubin, device)
+        return library
+
+
+def _unload_what_is_left() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        return
+    while _LEFT:
+        cu.cuLibraryUnload(_LEFT.pop())
 
 
 class Kernel:
@@ -74,8 +116,7 @@ class Kernel:
             keys = cu.CUfunction_attribute
             if shared_bytes:
                 # 48 KiB, a kernel's static memory included, is all that a launch gets without asking.
-                key = keys.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, key, shared_bytes))
+                library.allow_shared_bytes(name, self._function, shared_bytes)
             self.max_threads = self._attribute(keys.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
             self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
             self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)

@@ -248,18 +248,35 @@ class QuantizeParams(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_uint64),  # [n, hidden_size]
-        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format, on a 16-byte boundary
-        ("scales", ctypes.c_uint64),  # bytes in scale_layout, zeroed where no scale lies
+        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format
+        ("scales", ctypes.c_uint64),  # [layout_rows, layout_columns] bytes in scale_layout
+        ("global_scale", ctypes.c_uint64),  # fp32 scalar, or null for 1.0
         ("num_rows", ctypes.c_uint32),
         ("hidden_size", ctypes.c_uint32),
         ("row_elements", ctypes.c_uint32),  # columns of padding included
         ("scale_columns", ctypes.c_uint32),
+        ("layout_rows", ctypes.c_uint32),  # padding of the layout included
+        ("layout_columns", ctypes.c_uint32),
         ("input_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
         ("scale_layout", ctypes.c_uint32),  # index into SCALE_LAYOUTS
     )
 
 
-STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams)
+class ScrubParams(ctypes.Structure):
+    """What scrub_ids is told; see scrub_ids.py."""
+
+    _fields_ = (
+        ("ids", ctypes.c_uint64),  # [ep, R, k], on a multiple of id_bytes
+        ("recv_counts", ctypes.c_uint64),  # int32 [ep]
+        ("invalid_id", ctypes.c_uint64),  # two's complement
+        ("ep_size", ctypes.c_uint32),
+        ("runtime_max_tokens_per_rank", ctypes.c_uint32),  # R
+        ("top_k", ctypes.c_uint32),  # k
+        ("id_bytes", ctypes.c_uint32),  # 4 or 8
+    )
+
+
+STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams, ScrubParams)
 _C_NAMES: Final = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64"}
 
 

@@ -16,7 +16,7 @@ import torch
 from a2a.comm import Comm
 from a2a.nvlink.compile import compile_kernel
 from a2a.nvlink.driver import arch_of
-from a2a.nvlink.launch import Library
+from a2a.nvlink.launch import load
 from a2a.nvlink.memory import SymmetricMemory
 from a2a.nvlink.params import ProbeParams, device_source
 
@@ -71,7 +71,7 @@ class LineProbe:
         self._memory = memory
         self._counts = torch.zeros((memory.size, 2), dtype=torch.int32, device=memory.device)
         cubin, _ = compile_kernel("probe.cu", {}, arch_of(memory.device), preamble=device_source())
-        self._kernel = Library(cubin, memory.device).kernel("probe_lines", ProbeParams)
+        self._kernel = load(cubin, memory.device).kernel("probe_lines", ProbeParams)
         params = self._kernel.parameters
         params.memory, params.stride, params.counts = memory.address, memory.stride_bytes, self._counts.data_ptr()
         params.ep_rank, params.updates, params.budget_ns = memory.rank, _UPDATES, _BUDGET_NS

@@ -1,11 +1,14 @@
 """Eight ranks as streams of one process on one GPU, through the historical functions alone.
 
-    python tests/gpu/historical_one_gpu.py
+    python tests/gpu/historical_one_gpu.py [int64]
 
 Says "exact" when every row, id, counter, table and sum of every rank is what it must be. Token t of rank r is filled
 with 16 r + t; its picks are experts (5 r + 3 t + i) % 21, of which ranks 0 to 4 hold three each and the others two; the
-last pick is -1 and goes nowhere. Rank 3 sends nothing in the second round.
+last pick is -1 and goes nowhere. Rank 3 sends nothing in the second round. Each rank's ids are scrubbed while the
+dispatches of those before it wait for the others. Ids are int32 unless int64 is asked for.
 """
+
+import sys
 
 import torch
 
@@ -24,13 +27,14 @@ from flashinfer.comm import (  # noqa: E402
 )
 
 RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS, INVALID = 8, 14, 256, 4, 21, 99
+ID_DTYPE = torch.int64 if "int64" in sys.argv[1:] else torch.int32
 OWNER = [rank for rank in range(RANKS) for _ in range(3 if rank < EXPERTS % RANKS else 2)]
 
 
 def inputs_of(rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and ids of a rank."""
     tokens = torch.arange(num_tokens)
-    ids = torch.stack([(5 * rank + 3 * tokens + i) % EXPERTS for i in range(TOP_K)], dim=1).int()
+    ids = torch.stack([(5 * rank + 3 * tokens + i) % EXPERTS for i in range(TOP_K)], dim=1).to(ID_DTYPE)
     ids[:, -1] = -1
     return (16 * rank + tokens).unsqueeze(1).expand(-1, HIDDEN).bfloat16().contiguous(), ids
 
@@ -50,7 +54,7 @@ def tables_of(ids: torch.Tensor) -> tuple[list[list[int]], list[list[int]], list
 
 def main() -> None:
     """Plays three rounds and checks all ranks."""
-    size = moe_a2a_get_workspace_size_per_rank(RANKS, TOKENS, 2 * HIDDEN + 4 * TOP_K, 2 * HIDDEN)
+    size = moe_a2a_get_workspace_size_per_rank(RANKS, TOKENS, 2 * HIDDEN + ID_DTYPE.itemsize * TOP_K, 2 * HIDDEN)
     workspace = torch.zeros((RANKS, size), dtype=torch.uint8, device="cuda")
     metainfo = [moe_a2a_initialize(workspace, rank, RANKS, TOKENS) for rank in range(RANKS)]
     streams = [torch.cuda.Stream() for _ in range(RANKS)]

@@ -17,6 +17,8 @@ from torch import Tensor
 from a2a import reference
 from a2a.errors import MismatchError, PeerTimeout
 from a2a.integrations import flashinfer as fi
+from a2a.integrations.flashinfer_functions import _SCALE_LAYOUTS
+from a2a.quant import swizzle_scales, wire_format
 
 pytestmark = pytest.mark.gpu(1)
 ROUNDS = int(os.environ.get("A2A_GPU_TEST_ROUNDS", "12"))
@@ -219,6 +221,43 @@ def test_widths_that_grow_and_shrink() -> None:
         ranks.play(draw(ranks.case, seed), in_workspace=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_are_scrubbed_right_behind_their_dispatch(dtype: torch.dtype) -> None:
+    """While other ranks' kernels wait on the GPU, at any place of the ids among 16 bytes."""
+    case = Case(ep_size=8, id_dtype=dtype, top_k=3, max_num_tokens=21)
+    ranks = Ranks(case)
+    for seed in range(ROUNDS):
+        round = draw(case, seed)
+        receipts = round.receipts()
+        rows = [[each.cuda() for each in one.payloads] for one in round.inputs]
+        copies = [torch.zeros((8, 21, 3), dtype=dtype, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        got = {}
+        for rank in ranks.everyone():
+            with torch.cuda.stream(ranks.streams[rank]):
+                common = (ranks.workspace, ranks.metainfo[rank])
+                views, _, _ = fi.moe_a2a_dispatch(
+                    rows[rank][IDS_PAYLOAD], rows[rank], *common, round.runtime_max_tokens_per_rank, rank, 8, 3,
+                    case.num_experts,
+                )  # fmt: skip
+                ids = views[IDS_PAYLOAD]
+                fi.moe_a2a_sanitize_expert_ids(ids if rank % 2 else ids.flatten(0, 1), *common, rank, -1)
+                # Ids elsewhere, behind the same counts.
+                few = copies[rank].flatten()[rank % 4 : rank % 4 + 8 * 2 * 3].view(8, 2, 3)
+                fi.moe_a2a_sanitize_expert_ids(few, *common, rank, 1 << 30)
+                got[rank] = views
+        torch.cuda.synchronize()
+        for rank, views in got.items():
+            assert_receipt(receipts[rank], views)
+            wanted = torch.zeros((8, 2, 3), dtype=dtype)
+            for src, count in enumerate(receipts[rank].recv_counts.tolist()):
+                wanted[src, min(count, 2) :] = 1 << 30
+            start = rank % 4
+            assert_equal("few ids", copies[rank].flatten()[start : start + 48].view(8, 2, 3), wanted)
+            assert int(copies[rank].count_nonzero()) == int(wanted.count_nonzero()), "another id was written"
+    ranks.play(draw(case, ROUNDS), in_workspace=True)
+
+
 def test_dispatches_alone() -> None:
     """Nothing is combined in between, as where only dispatch is measured; the last round is whole."""
     case = Case(ep_size=4)
@@ -257,6 +296,49 @@ def test_other_outputs() -> None:
         wanted = reference.combine(ids, on_host, case.placed(), row_order=case.row_order, output_dtype=dtype)
         for out, each in zip(outs, wanted, strict=True):
             assert_equal(str(dtype), out, each)
+
+
+QUANTIZED: dict[str, tuple[torch.dtype, torch.dtype, float]] = {
+    "mxfp8": (torch.float8_e4m3fn, torch.uint8, 1.0),
+    "nvfp4": (torch.uint8, torch.float8_e4m3fn, 37.5),
+    "mxfp4": (torch.uint8, torch.uint8, 1.0),
+}
+"""dtypes of output and scales, and a global scale."""
+
+
+@pytest.mark.parametrize("layout", list(fi.SfLayout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_outputs(name: str, layout: Any) -> None:
+    """Each rank's sums are quantised while combines of others wait on the GPU; every byte of rows and scales."""
+    case = Case(ep_size=8, hidden_size=160, max_num_tokens=21)
+    ranks = Ranks(case)
+    dtype, scales_dtype, scalar = QUANTIZED[name]
+    form, kind = wire_format(name), _SCALE_LAYOUTS[layout]
+    for seed in range(min(ROUNDS, 4)):
+        round = draw(case, seed)
+        receipts, most = round.receipts(), round.runtime_max_tokens_per_rank
+        rows = [[each.cuda() for each in one.payloads] for one in round.inputs]
+        got = ranks.dispatch(round, rows)
+        made = [round.expert_rows(rank, receipts).cuda() for rank in range(8)]
+        counts = [each.topk_ids.shape[0] for each in round.inputs]
+        shapes = [kind.shape(n, form.scales_width(case.hidden_size)) for n in counts]
+        scales = [torch.full(shape, 0xAA, dtype=torch.uint8, device="cuda").view(scales_dtype) for shape in shapes]
+        torch.cuda.synchronize()
+        outs = {}
+        for rank in ranks.everyone():
+            with torch.cuda.stream(ranks.streams[rank]):
+                outs[rank] = fi.moe_a2a_combine(
+                    made[rank], counts[rank], ranks.workspace, ranks.metainfo[rank], most, rank, 8, case.top_k,
+                    got[rank][1], output_dtype=dtype, output_scales=scales[rank], output_scalar_scale=scalar,
+                    sf_layout=layout,
+                )  # fmt: skip
+        torch.cuda.synchronize()
+        for rank, sums in enumerate(round.sums(receipts)):
+            scale = torch.tensor(scalar) if form.needs_global_scale else None
+            data, linear = form.quantize(sums, global_scale=scale)
+            arranged = swizzle_scales(form.need_scales(linear).view(torch.uint8), kind)
+            assert_equal(f"rank {rank}: rows", outs[rank].view(torch.uint8), data.view(torch.uint8))
+            assert_equal(f"rank {rank}: scales", scales[rank].view(torch.uint8), arranged)
 
 
 def test_a_disagreement_is_told_at_the_next_call_and_forgotten_by_initializing() -> None:
@@ -330,11 +412,12 @@ def test_the_state_goes_with_the_memory() -> None:
     assert used[1] == used[-1], used
 
 
-def test_the_script_of_eight_ranks() -> None:
-    """Historical names alone, found where FlashInfer would be."""
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_the_script_of_eight_ranks(ids: str) -> None:
+    """Historical names alone, found where FlashInfer would be; a fresh process has loaded none of torch's kernels."""
     root = Path(__file__).resolve().parents[2]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     script = root / "tests" / "gpu" / "historical_one_gpu.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environ)
+    done = subprocess.run([sys.executable, str(script), ids], capture_output=True, text=True, timeout=250, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "8 ranks on one GPU: exact\n"

@@ -39,6 +39,9 @@ KEPT_STATE = {
     "a2a/ops.py: _BOUND": "operators take tensors, not objects: weak, and close() takes the object out",
     "a2a/ops.py: _TURNS": "as _BOUND",
     "a2a/nvlink/quantize_rows.py: row_quantizer": "code of an operator, which no exchange holds; no memory but its own",
+    "a2a/nvlink/scrub_ids.py: id_scrubber": "as row_quantizer; initialised ranks need it before any of them launches",
+    "a2a/nvlink/launch.py: _LOADED": "code that ranks of a process share, as loading may wait for kernels; weak",
+    "a2a/nvlink/launch.py: _LEFT": "code that is unloaded at the next load, as unloading may wait for kernels",
     "a2a/bench/workload.py: read_recording": "files that the command line reads once per run; no exchange holds them",
     "a2a/bench/peers/gloo.py: _nccl_group": "the bench's peers share a process group, and a process is one bench",
 }

@@ -19,7 +19,9 @@ from a2a.transport import CombineCall, DispatchCall
 if importlib.util.find_spec("cuda") is None:
     pytest.skip("needs the CUDA packages: install a2a[cu13]", allow_module_level=True)
 
+from a2a.integrations import flashinfer_functions as functions
 from a2a.integrations import flashinfer_rounds as rounds
+from a2a.nvlink import scrub_ids
 
 EP, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 6, 2, 5, 64
 ROWS = EP * TOKENS
@@ -48,7 +50,10 @@ class Launches:
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Whether a graph is being captured; everything else that asks for a GPU is answered too."""
-    state = SimpleNamespace(now=False)
+    state = SimpleNamespace(now=False, scrubbed=[], loaded=[])
+    scrubber = SimpleNamespace(scrub=lambda *told: state.scrubbed.append(told))
+    monkeypatch.setattr(rounds, "id_scrubber", lambda index: state.loaded.append(index) or scrubber)
+    monkeypatch.setattr(scrub_ids, "id_scrubber", lambda index: scrubber)
     monkeypatch.setattr(rounds, "Exchange", Launches)
     monkeypatch.setattr(rounds, "device_of_address", lambda address: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.now)
@@ -96,6 +101,55 @@ def test_initialize_zeroes_the_row_and_tells_its_offsets(capturing: Any) -> None
     workspace.fill_(9)
     fi.moe_a2a_initialize(workspace, 1, EP, TOKENS)
     assert not workspace[1].any() and (workspace[0] == 9).all()
+
+
+def test_initialize_loads_what_later_calls_use(capturing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of other ranks may wait on the GPU later, and loading would wait for these."""
+    written: list[int] = []
+    write = rounds.CallerRank._write_mask
+    monkeypatch.setattr(rounds.CallerRank, "_write_mask", lambda rank, to: written.extend(to) or write(rank, to))
+    made()
+    assert capturing.loaded == [None] * EP and written == [0] * EP
+
+
+def test_all_ranks_kernels_are_loaded_before_any_is_found(capturing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, metainfo = made()
+    ranks = [rounds.rank_of(workspace, rank) for rank in range(EP)]
+    seen = []
+    make = rounds.CallerRank._make_exchange
+
+    def watched(self: Any, kind: Any) -> Any:
+        seen.append([len(rank._exchanges) for rank in ranks])
+        return make(self, kind)
+
+    monkeypatch.setattr(rounds.CallerRank, "_make_exchange", watched)
+    dispatch(workspace, metainfo[0])
+    dispatch(workspace, metainfo[1], rank=1)
+    assert seen == [[0, 0]] * EP and [len(rank._exchanges) for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_on_a_gpu_are_scrubbed_by_the_kernel(capturing: Any, monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    workspace, metainfo = made()
+    ids = torch.zeros((EP * 4, TOP_K), dtype=dtype)
+    start = int(metainfo[1][fi.MoeAlltoAll._METAINFO_INDEX["RECV_COUNTERS_OFFSET_INDEX"]])
+    workspace[1, start : start + 4 * EP].view(torch.int32).copy_(torch.tensor([3, 1]))
+    monkeypatch.setattr(functions, "_is_on_gpu", lambda tensor: True)
+    fi.moe_a2a_sanitize_expert_ids(ids, workspace, metainfo[1], 1, 77)
+    ((told, counts, invalid),) = capturing.scrubbed
+    assert told.data_ptr() == ids.data_ptr() and tuple(told.shape) == (EP, 4, TOP_K)
+    assert counts.tolist() == [3, 1] and counts.data_ptr() == workspace[1].data_ptr() + start and invalid == 77
+    fi.moe_a2a_sanitize_expert_ids(ids[:0], workspace, metainfo[1], 1, 77)
+    assert len(capturing.scrubbed) == 1 and not ids.any(), "nothing is launched for no ids"
+    with pytest.raises(ShapeError, match="metainfo"):
+        fi.moe_a2a_sanitize_expert_ids(ids, workspace[:, : start + 4], metainfo[1], 1, 77)
+    with pytest.raises(ShapeError, match="expert_ids"):
+        fi.moe_a2a_sanitize_expert_ids(ids.to("meta"), workspace, metainfo[1], 1, 77)
+    # Without a GPU torch does the same.
+    monkeypatch.undo()
+    fi.moe_a2a_sanitize_expert_ids(ids, workspace, metainfo[1], 1, 77)
+    assert (ids.view(EP, 4, TOP_K)[0, 3:] == 77).all() and (ids.view(EP, 4, TOP_K)[1, 1:] == 77).all()
+    assert int((ids == 77).sum()) == 4 * TOP_K
 
 
 def test_a_round_lies_where_it_is_told(capturing: Any) -> None:
@@ -265,6 +319,19 @@ def test_masks(capturing: Any) -> None:
     play([0])
     with pytest.raises(StateError, match="capturing"):
         play([0, 1])
+
+
+@pytest.mark.parametrize(("scalar", "seen"), [(1.0, 1.0), (2, 2.0), (37.5, 37.5), (torch.tensor([0.5]), 0.5)])
+def test_a_global_scale_of_the_output_is_one_number_on_the_device(capturing: Any, scalar: Any, seen: float) -> None:
+    workspace, metainfo = made()
+    _, offset, _ = dispatch(workspace, metainfo[0])
+    scales = torch.zeros((3, HIDDEN // 16), dtype=torch.float8_e4m3fn)
+    combine(workspace, metainfo[0], offset, output_dtype=torch.uint8, output_scales=scales, output_scalar_scale=scalar)
+    told = launches(workspace)[-1]
+    assert isinstance(told, CombineCall) and told.output_quantize is not None
+    scale = told.output_quantize.global_scale
+    assert scale is not None and scale.dtype == torch.float32 and scale.item() == seen
+    assert not isinstance(scalar, torch.Tensor) or scale is scalar, "what lies there is not copied"
 
 
 def test_statistics(capturing: Any) -> None:

@@ -92,16 +92,21 @@ __device__ __forceinline__ void segment_of(u32 row_bytes, u32 segment, u32 segme
   end = min(row_bytes, begin + part);
 }
 
-// The same for rows that do not lie on 16 bytes, to one destination, 4 bytes at a time where they allow it, else one.
-// Out of line, like all that is rare here, so that it costs the common path neither registers nor branches around it.
+// A warp copies bytes [begin, end), which lie on multiples of a word, to one destination.
+template <typename Word>
+__device__ __forceinline__ void copy_words(const u8* from, u8* to, u32 begin, u32 end) {
+  for (u32 at = begin + threadIdx.x % 32 * sizeof(Word); at < end; at += 32 * sizeof(Word))
+    *reinterpret_cast<Word*>(to + at) = *reinterpret_cast<const Word*>(from + at);
+}
+
+// The same as copy_units for rows that do not lie on 16 bytes, to one destination, by the widest words that they allow.
+// Out of line, like all that is rare here, so that it costs the common path neither registers nor branches around it;
+// more words in flight would cost the whole kernel registers.
 __device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 end, u32 alignment) {
-  const u32 lane = threadIdx.x % 32;
-  if (alignment >= 4) {
-    for (u32 at = begin + lane * 4; at < end; at += 128)
-      *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
-  } else {
-    for (u32 at = begin + lane; at < end; at += 32) to[at] = from[at];
-  }
+  if (alignment >= 8) copy_words<Vec8>(from, to, begin, end);
+  else if (alignment >= 4) copy_words<u32>(from, to, begin, end);
+  else if (alignment >= 2) copy_words<u16>(from, to, begin, end);
+  else copy_words<u8>(from, to, begin, end);
 }
 
 // Copies 16 bytes at a time where both addresses and the width allow it.

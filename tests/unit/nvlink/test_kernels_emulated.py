@@ -270,6 +270,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "compact, whole": {"ep_size": 3, "hidden_size": 328, "max_num_tokens": 40},
     "compact, odd": {"ep_size": 3, "hidden_size": 7, "id_dtype": torch.int64, "scrub": "all", "eplb": 5,
                      "more_row_bytes": (1, 3, 18, 36), "placement": TABLE},
+    # Rows on 8 bytes and not on 16, one of them longer than a warp moves at once; then on 2, 4 and 1.
+    "bulk, eights": {"ep_size": 2, "hidden_size": 7172, "max_num_tokens": 5, "more_row_bytes": (24, 8, 1048)},
+    "bulk, narrow": {"ep_size": 2, "hidden_size": 1051, "max_num_tokens": 9, "more_row_bytes": (1034, 1036, 515)},
     "34 ranks, 40 picks": {"ep_size": 34, "top_k": 40, "num_experts": 90, "max_num_tokens": 5, "dtype": torch.float32},
 }  # fmt: skip
 
@@ -279,7 +282,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     [
         (shape, regime)
         for shape, sizes in SHAPES.items()
-        for regime in REGIMES
+        for regime in (REGIMES[2:] if "bulk" in shape else REGIMES)
         if regime not in ABLE or sizes.get("hidden_size", 64) % ABLE[regime] == 0
     ],
 )

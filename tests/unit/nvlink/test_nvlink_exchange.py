@@ -231,6 +231,40 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
     assert taken and all(_covers_a_row(*launch) for launch in taken)
 
 
+@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize(("name", "columns"), [("mxfp8", 256), ("nvfp4", 128), ("mxfp4", 128)])
+def test_sums_are_quantized_by_one_launch(
+    name: str, columns: int, low_precision: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Straight into the caller's output and scales, by a kernel that was there before."""
+    from a2a.nvlink import exchange as module
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(module, "_wire_rows", lambda payload: BLOCKS.view(torch.uint8)[:, : payload.shape[1], :272])
+    used, seen = exchange()
+    told: list[tuple[Any, ...]] = []
+    used._quantizers = {name: SimpleNamespace(quantize_into=lambda *what: told.append(what))}
+    used.dispatch(dispatch_call(random.Random(1)))
+    call = combine_call(random.Random(1), dispatch_call(random.Random(1)))
+    form, scale = wire_format(name), torch.tensor(3.0)
+    output = torch.zeros((call.num_tokens, columns), dtype=form.data_dtype)
+    scales = torch.zeros(ScaleLayout.SWIZZLED_8X4.shape(call.num_tokens, 256 // form.block), dtype=torch.uint8)
+    used.combine(
+        call._replace(
+            payload=BLOCKS[:, : call.runtime_max_tokens_per_rank],
+            low_precision=low_precision,
+            output=output,
+            output_quantize=Quantize(form, 0, scale),
+            output_scales=scales,
+            scale_layout=ScaleLayout.SWIZZLED_8X4,
+        )
+    )
+    ((sums, *rest),) = told
+    assert rest[0] is output and rest[1] is scales and rest[2:] == [ScaleLayout.SWIZZLED_8X4, scale]
+    assert sums.dtype == torch.bfloat16 and sums.shape == (call.num_tokens, 256)
+    assert len(seen) == 2 and seen[1][3]["output"] == sums.data_ptr()
+
+
 def _covers_a_row(name: str, shape: Any, pdl: bool, fields: dict[str, Any]) -> bool:
     """What a kernel of whole words needs: a thread for each part of a row."""
     widths = fields["payload_bytes"] if "payload_bytes" in fields else [2 * fields["row_elements"]]
