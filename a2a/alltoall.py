@@ -146,6 +146,7 @@ class _CombinePlan:
 
     quantize: Quantize | None
     row_bytes: int
+    strides: tuple[int, int, int]
     out_width: int
     out_dtype: torch.dtype
 
@@ -164,6 +165,7 @@ class RoundContext:
         self._attempt = 0
         self._warm = False
         self._round: _Round | None = None
+        self._address: int | None = None
         self._views: dict[Hashable, Tensor] = {}
         self._payload_plans: dict[Hashable, _PayloadPlan] = {}
         self._token_plans: dict[Hashable, _TokenPlan] = {}
@@ -358,15 +360,17 @@ class RoundContext:
             StateError: not dispatched.
             ShapeError: wider than the workspace was built for, or R is not that of the dispatch.
         """
-        self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
-        this = self._last_round("combine")
+        shared, this = self._shared, self._round
+        if this is None or self._state != _DISPATCHED or shared.closed or shared.released:
+            self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
+            this = self._last_round("combine")
         if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
             self._refuse_rows(runtime_max_tokens_per_rank, this)
-        offset = self._shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
+        offset = shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
         key = ("combine payload", offset, runtime_max_tokens_per_rank, hidden_size, dtype)
         view = self._views.get(key)
         if view is None:
-            self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+            shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
             view = self._remember(key, self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
         return view
 
@@ -421,7 +425,7 @@ class RoundContext:
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
         """
         self._enter("combine", _DISPATCHED)
-        shared, this = self._shared, self._last_round("combine")
+        shared, this = self._shared, self._round or self._last_round("combine")
         try:
             if active_rank_mask is not None:
                 self._set_mask(active_rank_mask)
@@ -436,7 +440,9 @@ class RoundContext:
                 given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)
                 plan = self._plan_combine(payload, this, *given, low_precision)
                 _keep(self._combine_plans, key, plan)
-            blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
+            blocks = payload
+            if payload.stride() != plan.strides:
+                blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
             if payload_in_workspace:
                 self._check_in_workspace(blocks, plan.row_bytes)
             if output is None:
@@ -573,14 +579,15 @@ class RoundContext:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _enter(self, verb: str, state: str) -> None:
-        if not self._shared.closed:
+        shared = self._shared
+        if not shared.closed:
             # Before the state: what a failed round left behind is no misuse of the caller's.
-            self._shared.transport.check()
-        self._require(verb, state)
+            shared.transport.check()
+        if self._state != state or shared.closed or shared.released:
+            self._require(verb, state)
 
     def _require(self, verb: str, state: str) -> None:
-        shared = self._shared
-        if self._state != state or shared.closed or shared.released:
+        if self.state != state:
             change = {
                 _CLOSED: "build a new object",
                 _IDLE: "call dispatch first",
@@ -742,7 +749,8 @@ class RoundContext:
                     wanted=f"a contiguous tensor of {numel} elements for {rows} rows of {scales_width} scales",
                     rank=self.ep_rank,
                 )
-        return _CombinePlan(quantize, width * payload.dtype.itemsize, out_width, out_dtype)
+        strides = (this.runtime_max_tokens_per_rank * width, width, 1)
+        return _CombinePlan(quantize, width * payload.dtype.itemsize, strides, out_width, out_dtype)
 
     def _refuse_rows(self, runtime_max_tokens_per_rank: int, this: _Round) -> None:
         raise ShapeError(
@@ -753,11 +761,11 @@ class RoundContext:
         )
 
     def _check_in_workspace(self, blocks: Tensor, row_bytes: int) -> None:
-        # Through the cache of views: slicing a tensor costs as much as all other checks of a combine.
-        mine = self._views.get("workspace")
-        if mine is None:
-            mine = self._remember("workspace", self._shared.transport.workspace[self.ep_rank])
-        address = mine.data_ptr() + self._shared.layout.combine_offset(row_bytes, self._index)
+        shared = self._shared
+        if self._address is None:
+            # Once: slicing a tensor costs as much as all other checks of a combine.
+            self._address = shared.transport.workspace[self.ep_rank].data_ptr()
+        address = self._address + shared.layout.combine_offset(row_bytes, self._index)
         if blocks.data_ptr() != address:
             raise ShapeError(
                 what="payload with payload_in_workspace=True",
@@ -825,6 +833,7 @@ class RoundContext:
         return view
 
     def _forget_views(self) -> None:
+        self._address = None
         for kept in (self._views, self._payload_plans, self._token_plans, self._combine_plans):
             kept.clear()
 

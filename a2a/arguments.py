@@ -18,7 +18,7 @@ from a2a.errors import ConfigError, ShapeError
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 from a2a.transport import Quantize
 
-_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype, ScaleLayout])
+_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype])
 
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
@@ -467,6 +467,9 @@ def look(*arguments: Any) -> tuple[Hashable, ...]:
         kind = type(each)
         if kind is Tensor or kind is Parameter:
             seen += (each.shape, each.dtype, each.device, each.is_contiguous())
+        elif kind is ScaleLayout:
+            # There is one of each, and an enumeration's own hash is Python.
+            seen += (kind, id(each))
         elif kind in _PLAIN:
             seen += (kind, each)
         else:

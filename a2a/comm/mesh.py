@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection
-from types import MappingProxyType
 from typing import Any, Final
 
 from a2a.comm.protocol import Comm
@@ -38,7 +37,6 @@ _RESET: Final = 2
 _DESCRIPTORS: Final = 3
 _FIRST_PHASE: Final = 4
 
-_NOBODY: Final[Mapping[int, bytes]] = MappingProxyType({})
 _RETRY_S: Final = 0.005
 _SHARED_GLANCE_S: Final = 0.001
 _GLANCE_S: Final = 0.05
@@ -159,10 +157,12 @@ class Mesh:
 
     def arrived(self, phase: str, context: int, round: int, *, attempt: int = 0) -> Mapping[int, bytes]:
         """Bodies of the signal that have been taken in so far, by peer. Waits for nothing and consumes nothing."""
-        if not self._inbox:
-            # Nearly always, where signals travel elsewhere.
-            return _NOBODY
-        return self._inbox.get((self._numbers[phase], context, attempt, self.epoch, round), _NOBODY)
+        return self._inbox.get((self._numbers[phase], context, attempt, self.epoch, round), {})
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether any signal has been taken in that nobody waited for: hardly ever, where signals travel elsewhere."""
+        return bool(self._inbox)
 
     def forget(self, phase: str, context: int, round: int) -> None:
         """Drop signals of earlier rounds of the phase and context that nobody waits for any more."""

@@ -196,14 +196,16 @@ class NvlinkTransport(Transport):
     def _before(self, phase: str, context: int, round: int, attempt: int, said: tuple[Any, ...]) -> None:
         """Refuse a launch whose signals cannot come; otherwise remember it, as `_facts_of` makes facts of it."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.
-        if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
+        mesh = self._mesh
+        if mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
             with self._looking:
                 needed = self._needed(context)
-                for peer in sorted(needed & self._mesh.lost):
+                for peer in sorted(needed & mesh.lost):
                     raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
                 self._end_waits_for_lost_peers()
-        for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
-            raise from_facts(json.loads(body), reporter=peer)
+        if mesh.has_heard:
+            for peer, body in mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
+                raise from_facts(json.loads(body), reporter=peer)
         self._launched[context, phase] = (round, attempt, said)
 
     def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
@@ -215,14 +217,19 @@ class NvlinkTransport(Transport):
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
+        for words in self._exchange.words:
+            if words.recorded:
+                self._raise_recorded()
+        if self._mesh.error is not None:
+            self._exchange.abort(_NO_RANK)
+            raise self._mesh.error
+
+    def _raise_recorded(self) -> None:
         for context, words in enumerate(self._exchange.words):
             if words.recorded:
                 if words.kind not in (_TIMEOUT, _ABORTED):
                     self._await_story()
                 raise self._recorded(self._error_of(context))
-        if self._mesh.error is not None:
-            self._exchange.abort(_NO_RANK)
-            raise self._mesh.error
 
     def _await_story(self) -> None:
         """Give the thread time to hear what every rank said."""
