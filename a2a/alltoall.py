@@ -307,17 +307,27 @@ class RoundContext:
         try:
             if active_rank_mask is not None:
                 self._set_mask(active_rank_mask)
-            key = look(
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                scale,
-                global_scale,
-                scale_layout,
-                runtime_max_tokens_per_rank,
-                invalid_token_expert_id,
-                eplb_local_stats,
-            )
+            if (
+                scale is None
+                and global_scale is None
+                and invalid_token_expert_id is None
+                and eplb_local_stats is None
+                and scale_layout is ScaleLayout.LINEAR
+            ):
+                # The usual call: a look at each option that is not used would take as long as one at a tensor.
+                key = look(hidden_states, topk_ids, topk_weights, runtime_max_tokens_per_rank)
+            else:
+                key = look(
+                    hidden_states,
+                    topk_ids,
+                    topk_weights,
+                    runtime_max_tokens_per_rank,
+                    scale,
+                    global_scale,
+                    scale_layout,
+                    invalid_token_expert_id,
+                    eplb_local_stats,
+                )
             plan = self._token_plans.get(key)
             if plan is None:
                 tokens = shared.arguments.tokens(
@@ -431,10 +441,19 @@ class RoundContext:
                 self._set_mask(active_rank_mask)
             if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
                 self._refuse_rows(runtime_max_tokens_per_rank, this)
-            # The contents of a scale become part of the plan, unlike those of other tensors.
-            scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
             low_precision = bool(use_low_precision)
-            key = (this, look(payload, low_precision, output_dtype, output_scales, scalar, sf_layout, output))
+            if (
+                output_dtype is None
+                and output_scales is None
+                and type(output_scalar_scale) is float
+                and output_scalar_scale == 1.0
+                and sf_layout is ScaleLayout.LINEAR
+            ):
+                key = (this, low_precision, look(payload, output))
+            else:
+                # The contents of a scale become part of the plan, unlike those of other tensors.
+                scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
+                key = (this, low_precision, look(payload, output, output_dtype, output_scales, scalar, sf_layout))
             plan = self._combine_plans.get(key)
             if plan is None:
                 given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)

@@ -528,8 +528,9 @@ class Exchange:
         if stream is None:
             # Making a stream object takes longer than a launch, and nearly always it is the stream of the last one.
             handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if self.stream is not None and self.stream.cuda_stream == handle:
-                return self.stream
+            last = self.stream
+            if last is not None and last.cuda_stream == handle:
+                return last
             stream = torch.cuda.current_stream(self.device)
         elif isinstance(stream, int):
             stream = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
