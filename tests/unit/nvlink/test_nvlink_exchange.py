@@ -323,3 +323,20 @@ def test_a_repeated_combine_finds_the_area_where_it_is_now() -> None:
         used.combine(call)
         told.append(seen[-1][3]["combine_offset"] - offset)
     assert told == [0, 0, 128, 128, 0]
+
+
+def test_a_repeated_call_goes_to_its_own_stream() -> None:
+    used, seen = exchange()
+    entered: list[Any] = []
+    kept: list[tuple[int, set[int]]] = []
+    used._enter = lambda stream: entered.append(stream) or SimpleNamespace(cuda_stream=stream or 7)
+    used._used_on = lambda stream, tensors: kept.append((stream.cuda_stream, {id(each) for each in tensors}))
+    call = one_token()._replace(eplb_local_stats=STATS)
+    ended = combine_call(random.Random(1), call, {})._replace(low_precision=False)
+    for stream in (None, 9, 9, 11, None):
+        used.dispatch(call._replace(stream=stream))
+        used.combine(ended._replace(stream=stream))
+    assert entered == [None, None, 9, 9, 9, 9, 11, 11, None, None] and len(seen) == 10
+    sent, summed = {id(each) for each in (*call.rows, call.topk_ids, STATS)}, {id(ended.payload), id(ended.output)}
+    # What lies with the allocator is its own again only once that stream is done with it.
+    assert kept == [(9, sent), (9, summed), (9, sent), (9, summed), (11, sent), (11, summed)]
