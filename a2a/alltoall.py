@@ -114,29 +114,39 @@ class _Round(NamedTuple):
     has_eplb: bool
 
 
-class _Geometry(NamedTuple):
-    """What a dispatch sends, apart from the tensors: row bytes, offset and fill byte by payload, and the ids'."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Geometry:
+    """What a dispatch sends, apart from the tensors. Made once for all that look the same: see `DispatchCall.like`."""
 
-    widths: tuple[int, ...]
-    offsets: tuple[int, ...]
-    fills: tuple[int | None, ...]
+    payloads: tuple[Payload, ...]
     ids_payload: int | None
     invalid_id: int
     round: _Round
 
 
+class _PayloadPlan(NamedTuple):
+    """What was found and made for a `dispatch`; holds for every one whose arguments look the same."""
+
+    geometry: _Geometry
+    views: tuple[Tensor, ...]
+
+
 class _TokenPlan(NamedTuple):
-    """What was found and made for a `dispatch_tokens`; holds for every one whose arguments look the same."""
+    """The same for a `dispatch_tokens`; `quantize` is for one without a global scale of its own."""
 
     tokens: Tokens
     geometry: _Geometry
     received: Dispatched
+    quantize: Quantize | None
 
 
-class _CombinePlan(NamedTuple):
-    """What was found for a combine; holds for every one whose arguments look the same after an equal dispatch."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _CombinePlan:
+    """The same for a combine after an equal dispatch: see `CombineCall.like`."""
 
     quantize: Quantize | None
+    row_bytes: int
+    strides: tuple[int, int, int]
     out_width: int
     out_dtype: torch.dtype
 
@@ -155,7 +165,9 @@ class RoundContext:
         self._attempt = 0
         self._warm = False
         self._round: _Round | None = None
+        self._address: int | None = None
         self._views: dict[Hashable, Tensor] = {}
+        self._payload_plans: dict[Hashable, _PayloadPlan] = {}
         self._token_plans: dict[Hashable, _TokenPlan] = {}
         self._combine_plans: dict[Hashable, _CombinePlan] = {}
 
@@ -205,34 +217,53 @@ class RoundContext:
         self._enter("dispatch", _IDLE)
         shared = self._shared
         try:
-            self._set_mask(active_rank_mask)
-            topk_ids = shared.arguments.topk_ids(token_selected_experts)
-            rows = shared.arguments.payloads(input_payloads, topk_ids.shape[0])
+            if active_rank_mask is not None:
+                self._set_mask(active_rank_mask)
+            key, plan = None, None
             ids_payload = expert_id_payload_index
-            if ids_payload is None:
-                ids_payload = next((i for i, each in enumerate(input_payloads) if each is token_selected_experts), None)
-            shared.arguments.check_ids_payload(ids_payload, rows, topk_ids)
-            geometry = self._geometry(
-                topk_ids,
-                tuple(each.shape[1] * each.dtype.itemsize for each in rows),
-                tuple(shared.arguments.fill_byte(each.dtype) for each in rows),
-                runtime_max_tokens_per_rank,
-                ids_payload,
-                invalid_token_expert_id,
+            if isinstance(input_payloads, list | tuple):
+                if ids_payload is None:
+                    for index, each in enumerate(input_payloads):
+                        if each is token_selected_experts:
+                            ids_payload = index
+                            break
+                key = look(
+                    token_selected_experts,
+                    runtime_max_tokens_per_rank,
+                    ids_payload,
+                    invalid_token_expert_id,
+                    eplb_local_stats,
+                    *input_payloads,
+                )
+                plan = self._payload_plans.get(key)
+            if plan is None:
+                plan = self._plan_payloads(
+                    token_selected_experts,
+                    input_payloads,
+                    runtime_max_tokens_per_rank,
+                    ids_payload,
+                    invalid_token_expert_id,
+                    eplb_local_stats,
+                )
+                _keep(self._payload_plans, key, plan)
+            geometry = plan.geometry
+            call = self._dispatch_call(
+                geometry,
+                token_selected_experts,
+                tuple(input_payloads),
+                None,
                 eplb_local_stats,
+                stream,
+                num_sms,
+                enable_pdl,
             )
-            launch = (stream, num_sms, enable_pdl)
-            call = self._dispatch_call(geometry, topk_ids, rows, None, eplb_local_stats, launch)
         except A2AError as error:
             self._decline("dispatch", error)
             raise
         shared.transport.dispatch(call)
         self._state = _DISPATCHED
         self._round = geometry.round
-        return [
-            self._view(offset, runtime_max_tokens_per_rank, tuple(each.shape[1:]), each.dtype)
-            for offset, each in zip(geometry.offsets, rows, strict=True)
-        ]
+        return list(plan.views)
 
     def dispatch_tokens(
         self,
@@ -274,18 +305,29 @@ class RoundContext:
         self._enter("dispatch_tokens", _IDLE)
         shared = self._shared
         try:
-            self._set_mask(active_rank_mask)
-            key = look(
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                scale,
-                global_scale,
-                scale_layout,
-                runtime_max_tokens_per_rank,
-                invalid_token_expert_id,
-                eplb_local_stats,
-            )
+            if active_rank_mask is not None:
+                self._set_mask(active_rank_mask)
+            if (
+                scale is None
+                and global_scale is None
+                and invalid_token_expert_id is None
+                and eplb_local_stats is None
+                and scale_layout is ScaleLayout.LINEAR
+            ):
+                # The usual call: a look at each option that is not used would take as long as one at a tensor.
+                key = look(hidden_states, topk_ids, topk_weights, runtime_max_tokens_per_rank)
+            else:
+                key = look(
+                    hidden_states,
+                    topk_ids,
+                    topk_weights,
+                    runtime_max_tokens_per_rank,
+                    scale,
+                    global_scale,
+                    scale_layout,
+                    invalid_token_expert_id,
+                    eplb_local_stats,
+                )
             plan = self._token_plans.get(key)
             if plan is None:
                 tokens = shared.arguments.tokens(
@@ -301,13 +343,9 @@ class RoundContext:
                 rows: tuple[Tensor | None, ...] = (hidden_states, sent_ids, topk_weights)
             else:
                 rows = (hidden_states, scale, sent_ids, topk_weights)
+            quantize = plan.quantize if global_scale is None else shared.arguments.quantize(tokens, global_scale)
             call = self._dispatch_call(
-                plan.geometry,
-                topk_ids,
-                rows,
-                shared.arguments.quantize(tokens, global_scale) if tokens.to_quantize else None,
-                eplb_local_stats,
-                (stream, num_sms, enable_pdl),
+                plan.geometry, topk_ids, rows, quantize, eplb_local_stats, stream, num_sms, enable_pdl
             )
         except A2AError as error:
             self._decline("dispatch", error)
@@ -332,13 +370,17 @@ class RoundContext:
             StateError: not dispatched.
             ShapeError: wider than the workspace was built for, or R is not that of the dispatch.
         """
-        self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
-        self._check_same_rows(runtime_max_tokens_per_rank)
-        offset = self._shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
+        shared, this = self._shared, self._round
+        if this is None or self._state != _DISPATCHED or shared.closed or shared.released:
+            self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
+            this = self._last_round("combine")
+        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
+            self._refuse_rows(runtime_max_tokens_per_rank, this)
+        offset = shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
         key = ("combine payload", offset, runtime_max_tokens_per_rank, hidden_size, dtype)
         view = self._views.get(key)
         if view is None:
-            self._shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+            shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
             view = self._remember(key, self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
         return view
 
@@ -393,42 +435,57 @@ class RoundContext:
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
         """
         self._enter("combine", _DISPATCHED)
-        shared, this = self._shared, self._last_round("combine")
+        shared, this = self._shared, self._round or self._last_round("combine")
         try:
-            self._set_mask(active_rank_mask)
-            self._check_same_rows(runtime_max_tokens_per_rank)
-            # The contents of a scale become part of the plan, unlike those of other tensors.
-            scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
+            if active_rank_mask is not None:
+                self._set_mask(active_rank_mask)
+            if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
+                self._refuse_rows(runtime_max_tokens_per_rank, this)
             low_precision = bool(use_low_precision)
-            key = (this, look(payload, low_precision, output_dtype, output_scales, scalar, sf_layout, output))
+            if (
+                output_dtype is None
+                and output_scales is None
+                and type(output_scalar_scale) is float
+                and output_scalar_scale == 1.0
+                and sf_layout is ScaleLayout.LINEAR
+            ):
+                key = (this, low_precision, look(payload, output))
+            else:
+                # The contents of a scale become part of the plan, unlike those of other tensors.
+                scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
+                key = (this, low_precision, look(payload, output, output_dtype, output_scales, scalar, sf_layout))
             plan = self._combine_plans.get(key)
             if plan is None:
                 given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)
                 plan = self._plan_combine(payload, this, *given, low_precision)
                 _keep(self._combine_plans, key, plan)
-            blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
+            blocks = payload
+            if payload.stride() != plan.strides:
+                blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
             if payload_in_workspace:
-                self._check_in_workspace(blocks)
+                self._check_in_workspace(blocks, plan.row_bytes)
             if output is None:
                 output = torch.empty((this.num_tokens, plan.out_width), dtype=plan.out_dtype, device=blocks.device)
             self._attempt += 1
+            # By position: by name takes twice as long.
             call = CombineCall(
-                context=self._index,
-                round=self._round_number,
-                attempt=self._attempt,
-                payload=blocks,
-                payload_in_workspace=payload_in_workspace,
-                runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
-                num_tokens=this.num_tokens,
-                low_precision=low_precision,
-                output=output,
-                output_quantize=plan.quantize,
-                output_scales=output_scales,
-                scale_layout=sf_layout,
-                timeout_s=self._budget(),
-                stream=stream,
-                num_sms=num_sms,
-                enable_pdl=enable_pdl,
+                self._index,
+                self._round_number,
+                self._attempt,
+                blocks,
+                payload_in_workspace,
+                runtime_max_tokens_per_rank,
+                this.num_tokens,
+                low_precision,
+                output,
+                plan.quantize,
+                output_scales,
+                sf_layout,
+                shared.timeout_s if self._warm else shared.startup_timeout_s,
+                stream,
+                num_sms,
+                enable_pdl,
+                plan,
             )
         except A2AError as error:
             self._decline("combine", error)
@@ -541,10 +598,12 @@ class RoundContext:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _enter(self, verb: str, state: str) -> None:
-        if not self._shared.closed:
+        shared = self._shared
+        if not shared.closed:
             # Before the state: what a failed round left behind is no misuse of the caller's.
-            self._shared.transport.check()
-        self._require(verb, state)
+            shared.transport.check()
+        if self._state != state or shared.closed or shared.released:
+            self._require(verb, state)
 
     def _require(self, verb: str, state: str) -> None:
         if self.state != state:
@@ -563,9 +622,6 @@ class RoundContext:
         else:
             self._attempt += 1
         self._shared.transport.decline(phase, self._index, self._round_number, self._attempt, error.to_facts())
-
-    def _budget(self) -> float:
-        return self._shared.timeout_s if self._warm else self._shared.startup_timeout_s
 
     def _geometry(
         self,
@@ -591,14 +647,41 @@ class RoundContext:
         invalid = DEFAULT_INVALID_ID if invalid_id is None else invalid_id
         if not isinstance(invalid, int) or not -(2**31) <= invalid < 2**31:
             raise ConfigError(what="invalid_token_expert_id", got=invalid, wanted="a 32-bit integer", rank=self.ep_rank)
+        offsets = shared.layout.payload_offsets(widths, self._index)
         return _Geometry(
-            widths,
-            shared.layout.payload_offsets(widths, self._index),
-            fills,
+            tuple(map(Payload, widths, offsets, fills)),
             None if config.scrub is None else ids_payload,
             invalid,
             _Round(most, n, k, eplb_local_stats is not None),
         )
+
+    def _plan_payloads(
+        self,
+        token_selected_experts: Tensor,
+        input_payloads: Sequence[Tensor],
+        runtime_max_tokens_per_rank: int,
+        ids_payload: int | None,
+        invalid_id: int | None,
+        eplb_local_stats: Tensor | None,
+    ) -> _PayloadPlan:
+        arguments, most = self._shared.arguments, runtime_max_tokens_per_rank
+        topk_ids = arguments.topk_ids(token_selected_experts)
+        rows = arguments.payloads(input_payloads, topk_ids.shape[0])
+        arguments.check_ids_payload(ids_payload, rows, topk_ids)
+        geometry = self._geometry(
+            topk_ids,
+            tuple(each.shape[1] * each.dtype.itemsize for each in rows),
+            tuple(arguments.fill_byte(each.dtype) for each in rows),
+            most,
+            ids_payload,
+            invalid_id,
+            eplb_local_stats,
+        )
+        views = tuple(
+            self._view(payload.offset_bytes, most, tuple(each.shape[1:]), each.dtype)
+            for payload, each in zip(geometry.payloads, rows, strict=True)
+        )
+        return _PayloadPlan(geometry, views)
 
     def _plan_tokens(
         self,
@@ -614,35 +697,43 @@ class RoundContext:
             topk_ids, tokens.widths, tokens.fills, most, ids_payload, invalid_id, eplb_local_stats
         )
         hidden, *scales, ids, weights = (
-            self._view(offset, most, (columns,), dtype)
-            for offset, (columns, dtype) in zip(geometry.offsets, tokens.shapes, strict=True)
+            self._view(payload.offset_bytes, most, (columns,), dtype)
+            for payload, (columns, dtype) in zip(geometry.payloads, tokens.shapes, strict=True)
         )
         counts = self._table_view("recv_counts", (self.ep_size,))
-        return _TokenPlan(tokens, geometry, Dispatched(hidden, scales[0] if scales else None, ids, weights, counts))
+        received = Dispatched(hidden, scales[0] if scales else None, ids, weights, counts)
+        return _TokenPlan(tokens, geometry, received, self._shared.arguments.quantize(tokens, None))
 
     def _dispatch_call(
         self,
         geometry: _Geometry,
         topk_ids: Tensor,
-        rows: Sequence[Tensor | None],
+        rows: tuple[Tensor | None, ...],
         quantize: Quantize | None,
         eplb_local_stats: Tensor | None,
-        launch: tuple[Any, int | None, bool | None],
+        stream: Any,
+        num_sms: int | None,
+        enable_pdl: bool | None,
     ) -> DispatchCall:
+        shared = self._shared
         self._round_number += 1
         self._attempt = 0
         return DispatchCall(
             self._index,
             self._round_number,
             topk_ids,
-            tuple(map(Payload, rows, geometry.widths, geometry.offsets, geometry.fills)),
+            geometry.payloads,
+            rows,
             geometry.round.runtime_max_tokens_per_rank,
             geometry.ids_payload,
             geometry.invalid_id,
             quantize,
             eplb_local_stats,
-            self._budget(),
-            *launch,
+            shared.timeout_s if self._warm else shared.startup_timeout_s,
+            stream,
+            num_sms,
+            enable_pdl,
+            geometry,
         )
 
     def _plan_combine(
@@ -677,25 +768,23 @@ class RoundContext:
                     wanted=f"a contiguous tensor of {numel} elements for {rows} rows of {scales_width} scales",
                     rank=self.ep_rank,
                 )
-        return _CombinePlan(quantize, out_width, out_dtype)
+        strides = (this.runtime_max_tokens_per_rank * width, width, 1)
+        return _CombinePlan(quantize, width * payload.dtype.itemsize, strides, out_width, out_dtype)
 
-    def _check_same_rows(self, runtime_max_tokens_per_rank: int) -> None:
-        this = self._last_round("combine")
-        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
-            raise ShapeError(
-                what="runtime_max_tokens_per_rank",
-                got=runtime_max_tokens_per_rank,
-                wanted=f"{this.runtime_max_tokens_per_rank}, that of the dispatch",
-                rank=self.ep_rank,
-            )
+    def _refuse_rows(self, runtime_max_tokens_per_rank: int, this: _Round) -> None:
+        raise ShapeError(
+            what="runtime_max_tokens_per_rank",
+            got=runtime_max_tokens_per_rank,
+            wanted=f"{this.runtime_max_tokens_per_rank}, that of the dispatch",
+            rank=self.ep_rank,
+        )
 
-    def _check_in_workspace(self, blocks: Tensor) -> None:
-        # Through the cache of views: slicing a tensor costs as much as all other checks of a combine.
-        mine = self._views.get("workspace")
-        if mine is None:
-            mine = self._remember("workspace", self._shared.transport.workspace[self.ep_rank])
-        row_bytes = blocks.shape[2] * blocks.dtype.itemsize
-        address = mine.data_ptr() + self._shared.layout.combine_offset(row_bytes, self._index)
+    def _check_in_workspace(self, blocks: Tensor, row_bytes: int) -> None:
+        shared = self._shared
+        if self._address is None:
+            # Once: slicing a tensor costs as much as all other checks of a combine.
+            self._address = shared.transport.workspace[self.ep_rank].data_ptr()
+        address = self._address + shared.layout.combine_offset(row_bytes, self._index)
         if blocks.data_ptr() != address:
             raise ShapeError(
                 what="payload with payload_in_workspace=True",
@@ -704,9 +793,7 @@ class RoundContext:
                 rank=self.ep_rank,
             )
 
-    def _set_mask(self, mask: Tensor | None) -> None:
-        if mask is None:
-            return
+    def _set_mask(self, mask: Tensor) -> None:
         words = -(-self.ep_size // 64)
         mine = self.rank_mask
         if (
@@ -765,7 +852,8 @@ class RoundContext:
         return view
 
     def _forget_views(self) -> None:
-        for kept in (self._views, self._token_plans, self._combine_plans):
+        self._address = None
+        for kept in (self._views, self._payload_plans, self._token_plans, self._combine_plans):
             kept.clear()
 
     def _remember(self, key: Hashable, view: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from a2a.errors import ConfigError, ShapeError
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 from a2a.transport import Quantize
 
-_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype, ScaleLayout])
+_PLAIN: Final = frozenset([bool, int, float, str, torch.dtype])
 
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
@@ -457,15 +457,21 @@ def look(*arguments: Any) -> tuple[Hashable, ...]:
     Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
     value its type and itself (1 is not True is not 1.0), anything else is like nothing else.
     """
-    seen: list[Hashable] = []
+    # One flat list, as making and hashing a tuple for each costs more than what is in it. The first entry of an
+    # argument (None, a shape, a type or an object) says how many it has, so that other arguments never make this list.
+    seen: list[Any] = []
     for each in arguments:
-        kind = type(each)
         if each is None:
             seen.append(None)
-        elif kind is Tensor or kind is Parameter:
-            seen.append((each.shape, each.dtype, each.device, each.is_contiguous()))
+            continue
+        kind = type(each)
+        if kind is Tensor or kind is Parameter:
+            seen += (each.shape, each.dtype, each.device, each.is_contiguous())
+        elif kind is ScaleLayout:
+            # There is one of each, and an enumeration's own hash is Python.
+            seen += (kind, id(each))
         elif kind in _PLAIN:
-            seen.append((kind, each))
+            seen += (kind, each)
         else:
             seen.append(object())
     return tuple(seen)

@@ -133,7 +133,7 @@ class WorkspaceLayout:
 
     def combine_offset(self, row_bytes: int, context: int = 0) -> int:
         """Start of the combine area of rounds whose rows take `row_bytes` there: the same for all widths."""
-        return self.region("combine", context).offset_bytes
+        return self._by_key["combine", context].offset_bytes
 
 
 class SharedAreaLayout(WorkspaceLayout):

@@ -42,16 +42,14 @@ class Quantize:
 
 
 class Payload(NamedTuple):
-    """One payload of a dispatch.
+    """What one payload of a dispatch becomes.
 
     Attributes:
-        rows: `[n, *]`, contiguous; None for the scales that quantisation makes.
         row_bytes: bytes of a row on the wire.
         offset_bytes: where the payload starts in every receiver's workspace.
         fill_byte: value of each byte of a padded row, or None to leave padded rows alone.
     """
 
-    rows: Tensor | None
     row_bytes: int
     offset_bytes: int
     fill_byte: int | None
@@ -60,13 +58,15 @@ class Payload(NamedTuple):
 class DispatchCall(NamedTuple):
     """One dispatch of one rank: everything a transport needs, checked by the caller.
 
-    A tuple, as its payloads are: a frozen dataclass takes three times as long to make, in every round.
+    A tuple: a frozen dataclass takes three times as long to make, in every round.
 
     Attributes:
         context: index of the context.
         round: number of this dispatch in the context, from 1, equal on all ranks.
         topk_ids: int32 or int64 `[n, k]`, contiguous global expert ids.
-        payloads: 1 to 8; when `quantize` is set the first holds unquantised rows and the second has no rows of its own.
+        payloads: 1 to 8.
+        rows: `[n, *]` of each payload, contiguous; when `quantize` is set those of the first are not quantised yet, and
+            the second, which are the scales, has None.
         runtime_max_tokens_per_rank: rows of a block this round.
         ids_payload: index of the payload whose padded rows become `invalid_id`, or None.
         invalid_id: the value they become.
@@ -74,12 +74,15 @@ class DispatchCall(NamedTuple):
         eplb_local_stats: int32 `[Es]`, or None.
         timeout_s: budget of each wait.
         stream, num_sms, enable_pdl: launch options of GPU transports.
+        like: calls with the same object here are the same but for the round, what tensors contain and where they lie,
+            the budget and the launch options; None says nothing.
     """
 
     context: int
     round: int
     topk_ids: Tensor
     payloads: tuple[Payload, ...]
+    rows: tuple[Tensor | None, ...]
     runtime_max_tokens_per_rank: int
     ids_payload: int | None
     invalid_id: int
@@ -89,6 +92,7 @@ class DispatchCall(NamedTuple):
     stream: Any
     num_sms: int | None
     enable_pdl: bool | None
+    like: object = None
 
 
 class CombineCall(NamedTuple):
@@ -108,6 +112,7 @@ class CombineCall(NamedTuple):
         scale_layout: layout of `output_scales`.
         timeout_s: budget of each wait.
         stream, num_sms, enable_pdl: launch options of GPU transports.
+        like: as in `DispatchCall`, but that `payload_in_workspace` and the attempt may differ too.
     """
 
     context: int
@@ -126,6 +131,7 @@ class CombineCall(NamedTuple):
     stream: Any
     num_sms: int | None
     enable_pdl: bool | None
+    like: object = None
 
 
 Hook = Callable[[str, int], None]

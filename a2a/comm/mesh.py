@@ -159,6 +159,11 @@ class Mesh:
         """Bodies of the signal that have been taken in so far, by peer. Waits for nothing and consumes nothing."""
         return self._inbox.get((self._numbers[phase], context, attempt, self.epoch, round), {})
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether any signal has been taken in that nobody waited for: hardly ever, where signals travel elsewhere."""
+        return bool(self._inbox)
+
     def forget(self, phase: str, context: int, round: int) -> None:
         """Drop signals of earlier rounds of the phase and context that nobody waits for any more."""
         with self._lock:

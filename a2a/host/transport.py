@@ -529,7 +529,7 @@ def _combine_told(said: Sequence[int]) -> dict[str, Any]:
 
 def _wire_rows(call: DispatchCall) -> list[Tensor]:
     """Every payload's rows as they travel, contiguous, quantised where the call says so."""
-    rows = [payload.rows for payload in call.payloads]
+    rows = list(call.rows)
     how = call.quantize
     if how is not None and rows[0] is not None:
         data, scales = how.wire_format.quantize(rows[0], alignment=how.alignment, global_scale=how.global_scale)

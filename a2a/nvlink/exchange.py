@@ -11,7 +11,7 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +49,25 @@ _WORDS_STRIDE: Final = 128
 """Bytes from one context's host words to the next: a cache line of their own."""
 _LINE_THREADS: Final = 8
 """Threads that move one landing line, 16 bytes each."""
+_ALIGNMENT: Final = 16
+"""Of the rows' addresses: what it is modulo this may decide which kernel takes a call."""
 _SEGMENT_BYTES: Final = 1024
 """A row is not cut into less, however few rows there are."""
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
+_MAX_KEPT: Final = 256
+"""Of launches that are known by what their calls are like."""
+
+
+class _Launch(NamedTuple):
+    """A kernel and what it was prepared for; as long as it still is, calls that are alike need only tell addresses."""
+
+    kernel: Kernel
+    prepared: object
+    pdl: bool
+    top_k: int
+    row_bytes: int
+    combine_offset: int
 
 
 class Exchange:
@@ -118,6 +133,7 @@ class Exchange:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._resident: dict[tuple[Kernel, int, int], int] = {}
         self._whole: dict[tuple[Kernel, Point, tuple[int, ...], int | None], bool] = {}
+        self._alike: dict[tuple[object, ...], _Launch] = {}
         self._top_k = [config.top_k] * config.num_contexts
         # Everything a captured graph can need is loaded before the constructor returns.
         fused = config.wire_format if config.wire_format in WIRE_FORMATS else None
@@ -142,6 +158,7 @@ class Exchange:
         self.tuning = tuning
         self._points.clear()
         self._whole.clear()
+        self._alike.clear()
         for kernel in self._kernels.values():
             kernel.prepared = None
 
@@ -149,40 +166,51 @@ class Exchange:
 
     def dispatch(self, call: DispatchCall) -> None:
         """Enqueue one dispatch; no host synchronisation. See `Transport.dispatch`."""
-        most = call.runtime_max_tokens_per_rank
-        ids, stats, payloads = call.topk_ids, call.eplb_local_stats, call.payloads
-        n, top_k = ids.shape
-        self._top_k[call.context] = top_k
-        wire = call.quantize.wire_format.name if call.quantize is not None else None
-        widths = tuple([payload.row_bytes for payload in payloads])
-        point = self._point("dispatch", wire is not None, widths, most)
-        addresses = [0 if payload.rows is None else payload.rows.data_ptr() for payload in payloads]
-        name = "dispatch_bulk" if point.regime == "bulk" else "dispatch_small_bytes"
-        kernel = self._dispatch_kernel(name, wire, top_k)
-        if point.regime == "small" and wire is None:
-            words = self._dispatch_kernel("dispatch_small_words", wire, top_k)
-            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
+        ids, stats = call.topk_ids, call.eplb_local_stats
+        addresses = [0 if rows is None else rows.data_ptr() for rows in call.rows]
+        alignment = 0
+        for address in addresses:
+            alignment |= address
+        key = (call.like, call.num_sms, call.enable_pdl, alignment % _ALIGNMENT)
+        launch = self._alike.get(key)
+        if launch is None or launch.kernel.prepared is not launch.prepared:
+            launch = self._dispatch_launch(call, addresses)
+            self._keep(key, launch)
+        self._top_k[call.context] = launch.top_k
         stream = self._enter(call.stream)
-        params = kernel.parameters
-        fills = tuple([payload.fill_byte for payload in payloads])
-        rows = payloads[0].rows
-        rows_type = None if wire is None or rows is None else (rows.shape[1], rows.dtype)
-        shape = (n, most, widths, fills, call.ids_payload, call.invalid_id, ids.dtype, stats is None, rows_type)
-        key = (call.context, call.num_sms, shape)
-        if kernel.prepared != key:
-            kernel.prepared = None
-            self._prepare_dispatch(kernel, call, point)
-            kernel.prepared = key
-        for index, address in enumerate(addresses):
-            params.payload_rows[index] = address
+        params = launch.kernel.parameters
+        params.payload_rows[: len(addresses)] = addresses
         params.topk_ids = ids.data_ptr()
         params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
         if call.quantize is not None:
             scale = call.quantize.global_scale
             params.global_scale = 0 if scale is None else scale.data_ptr()
-        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, point))
+        launch.kernel.launch(stream.cuda_stream, pdl=launch.pdl)
         if call.stream is not None:
-            self._used_on(stream, [payload.rows for payload in payloads] + [ids, stats])
+            self._used_on(stream, [*call.rows, ids, stats])
+
+    def _dispatch_launch(self, call: DispatchCall, addresses: Sequence[int]) -> _Launch:
+        """The kernel for a call, prepared."""
+        most, ids, payloads = call.runtime_max_tokens_per_rank, call.topk_ids, call.payloads
+        n, top_k = ids.shape
+        wire = call.quantize.wire_format.name if call.quantize is not None else None
+        widths = tuple([payload.row_bytes for payload in payloads])
+        point = self._point("dispatch", wire is not None, widths, most)
+        name = "dispatch_bulk" if point.regime == "bulk" else "dispatch_small_bytes"
+        kernel = self._dispatch_kernel(name, wire, top_k)
+        if point.regime == "small" and wire is None:
+            words = self._dispatch_kernel("dispatch_small_words", wire, top_k)
+            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
+        fills = tuple([payload.fill_byte for payload in payloads])
+        rows, has_stats = call.rows[0], call.eplb_local_stats is not None
+        rows_type = None if wire is None or rows is None else (rows.shape[1], rows.dtype)
+        shape = (n, most, widths, fills, call.ids_payload, call.invalid_id, ids.dtype, has_stats, rows_type)
+        key = (call.context, call.num_sms, shape)
+        if kernel.prepared != key:
+            kernel.prepared = None
+            self._prepare_dispatch(kernel, call, point)
+            kernel.prepared = key
+        return _Launch(kernel, kernel.prepared, self._pdl(call.enable_pdl, point), top_k, 0, 0)
 
     def _prepare_dispatch(self, kernel: Kernel, call: DispatchCall, point: Point) -> None:
         """Every field but the caller's addresses, and the shape of the launch."""
@@ -202,7 +230,7 @@ class Exchange:
         params.num_eplb_stats = 0 if stats is None else stats.numel()
         widths = [payload.row_bytes for payload in call.payloads]
         params.digest = _digest(widths, stats is not None)
-        rows = call.payloads[0].rows
+        rows = call.rows[0]
         if call.quantize is not None and rows is not None:
             params.hidden_size = rows.shape[1]
             params.input_type = OUTPUT_TYPES.index(_TYPES[rows.dtype])
@@ -237,6 +265,17 @@ class Exchange:
                 call.output_scales.view(torch.uint8).view(-1).copy_(arranged.reshape(-1))
 
     def _combine(self, call: CombineCall, output: Tensor) -> None:
+        alignment = (call.payload.data_ptr() | output.data_ptr()) % _ALIGNMENT
+        key = (call.like, call.payload_in_workspace, call.num_sms, call.enable_pdl, alignment)
+        alike = self._alike.get(key)
+        if (
+            alike is not None
+            and alike.kernel.prepared is alike.prepared
+            # The place of the combine area may change with the rounds before.
+            and self._layout.combine_offset(alike.row_bytes, call.context) == alike.combine_offset
+        ):
+            self._launch_combine(alike.kernel, call, call.payload, output, self._enter(call.stream), alike.pdl)
+            return
         most = call.runtime_max_tokens_per_rank
         payload = call.payload
         width = payload.shape[2]
@@ -284,9 +323,19 @@ class Exchange:
             else:
                 self._bulk_shape(kernel, point, call.num_tokens, row_bytes, call.num_sms)
             kernel.prepared = prepared
+        pdl = self._pdl(call.enable_pdl, point)
+        # A pushed payload of the caller's is looked at each time: it may lie in the dispatch area.
+        if not quantizes and (point.regime != "push" or call.payload_in_workspace):
+            self._keep(key, _Launch(kernel, kernel.prepared, pdl, top_k, row_bytes, offset))
+        self._launch_combine(kernel, call, payload, output, stream, pdl)
+
+    def _launch_combine(
+        self, kernel: Kernel, call: CombineCall, payload: Tensor, output: Tensor, stream: Any, pdl: bool
+    ) -> None:
+        params = kernel.parameters
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
-        kernel.launch(stream.cuda_stream, pdl=self._pdl(call.enable_pdl, point))
+        kernel.launch(stream.cuda_stream, pdl=pdl)
         if call.stream is not None:
             self._used_on(stream, [payload, output])
 
@@ -301,6 +350,13 @@ class Exchange:
         start = self._layout.combine_offset(payload.shape[2] * payload.element_size(), context)
         area = self.workspace[self.ep_rank, start : start + num_bytes].view(payload.dtype).view(payload.shape)
         return area.copy_(payload)
+
+    def _keep(self, key: tuple[object, ...], launch: _Launch) -> None:
+        """Know a launch by `key`, whose first part is what its call is like; the last few of them."""
+        if key[0] is not None:
+            if len(self._alike) >= _MAX_KEPT:
+                self._alike.clear()
+            self._alike[key] = launch
 
     # ---- the host's side of failures -------------------------------------------------------------------------------
 
@@ -514,8 +570,9 @@ class Exchange:
         if stream is None:
             # Making a stream object takes longer than a launch, and nearly always it is the stream of the last one.
             handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if self.stream is not None and self.stream.cuda_stream == handle:
-                return self.stream
+            last = self.stream
+            if last is not None and last.cuda_stream == handle:
+                return last
             stream = torch.cuda.current_stream(self.device)
         elif isinstance(stream, int):
             stream = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]

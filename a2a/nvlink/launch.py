@@ -10,14 +10,22 @@ and unloaded not when the collector finds it but at the next load, which whoever
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from cuda.bindings import driver as cu
 
 from a2a.nvlink.driver import checked, on_device, ordinal
+
+_LAUNCH: Final = b"cuLaunchKernelEx"
+_LAUNCH_VERSION: Final = 11080
+"""The first CUDA that has it."""
+_LAUNCH_TYPE: Final = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+"""Lets other threads run meanwhile: a launch that finds a queue full waits for what one of them may have to end."""
 
 
 class Library:
@@ -121,11 +129,24 @@ class Kernel:
             self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
             self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
-        self._pointers_address = ctypes.addressof(self._pointers)
         self._config = cu.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimY = self._config.blockDimZ = 1
+        early = cu.CUlaunchAttribute()
+        early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        # Once: the bindings free a list that makes way for an empty one, and once more with the next.
+        self._config.attrs = [early]
+        self._config.numAttrs = 0
+        self._stream = 0
         self._pdl = False
+        self._enqueue = functools.partial(
+            _launcher(),
+            ctypes.c_void_p(self._config.getPtr()),
+            ctypes.c_void_p(int(self._function)),
+            ctypes.c_void_p(ctypes.addressof(self._pointers)),
+            None,
+        )
 
     def _attribute(self, key: Any) -> int:
         return int(checked("cuFuncGetAttribute", cu.cuFuncGetAttribute(key, self._function)))
@@ -155,23 +176,30 @@ class Kernel:
             pdl: the kernel may start before its predecessor on the stream has ended (programmatic stream
                 serialisation); it must wait for it itself.
         """
-        config = self._config
-        config.hStream = stream
+        if stream != self._stream:
+            self._config.hStream = stream
+            self._stream = stream
         if pdl != self._pdl:
-            self._set_pdl(pdl)
-        if torch.cuda.current_device() == self._device_index:
-            checked(self.name, cu.cuLaunchKernelEx(config, self._function, self._pointers_address, 0))
+            self._config.numAttrs = int(pdl)
+            self._pdl = pdl
+        if torch._C._cuda_getDevice() == self._device_index:
+            status = self._enqueue()
         else:
             with on_device(self._library.device):
-                checked(self.name, cu.cuLaunchKernelEx(config, self._function, self._pointers_address, 0))
+                status = self._enqueue()
+        if status:
+            checked(self.name, (_named(status),))
 
-    def _set_pdl(self, pdl: bool) -> None:
-        attributes = []
-        if pdl:
-            attribute = cu.CUlaunchAttribute()
-            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes = [attribute]
-        self._config.attrs = attributes
-        self._config.numAttrs = len(attributes)
-        self._pdl = pdl
+
+def _launcher() -> Callable[..., int]:
+    """The driver's own launch function: the bindings' converts its arguments and result anew for each launch."""
+    address, _ = checked("cuGetProcAddress(cuLaunchKernelEx)", cu.cuGetProcAddress(_LAUNCH, _LAUNCH_VERSION, 0))
+    return _LAUNCH_TYPE(address)
+
+
+def _named(status: int) -> Any:
+    """The status with its name; a newer driver's may have none in these bindings."""
+    try:
+        return cu.CUresult(status)
+    except ValueError:
+        return status

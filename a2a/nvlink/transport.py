@@ -117,7 +117,7 @@ class NvlinkTransport(Transport):
         self._starting_over = False
         self._looking = threading.Lock()
         self._base = [0] * config.num_contexts
-        self._launched: dict[tuple[int, str], tuple[int, int, dict[str, Any]]] = {}
+        self._launched: dict[tuple[int, str], tuple[int, int, tuple[Any, ...]]] = {}
         self._told: dict[tuple[int, str, int, int], float] = {}
         device = torch.device("cuda", torch.cuda.current_device())
         # For small copies that must not queue behind the caller's work.
@@ -162,24 +162,18 @@ class NvlinkTransport(Transport):
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
     def dispatch(self, call: DispatchCall) -> None:
-        self._at("dispatch.enter", call.round)
-        facts = {
-            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
-            "payload_row_bytes": [payload.row_bytes for payload in call.payloads],
-            "eplb_local_stats": call.eplb_local_stats is not None,
-        }
-        self._before("dispatch", call.context, call.round, 0, facts)
+        if self.hook is not None:
+            self.hook("dispatch.enter", call.round)
+        said = (call.runtime_max_tokens_per_rank, call.payloads, call.eplb_local_stats is not None)
+        self._before("dispatch", call.context, call.round, 0, said)
         self._exchange.dispatch(call)
 
     def combine(self, call: CombineCall) -> None:
-        self._at("combine.enter", call.round)
-        facts = {
-            "runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank,
-            "payload_columns": call.payload.shape[2],
-            "payload_dtype": call.payload.dtype,
-            "use_low_precision": call.low_precision,
-        }
-        self._before("combine", call.context, call.round, call.attempt, facts)
+        if self.hook is not None:
+            self.hook("combine.enter", call.round)
+        payload = call.payload
+        said = (call.runtime_max_tokens_per_rank, payload.shape, payload.dtype, call.low_precision)
+        self._before("combine", call.context, call.round, call.attempt, said)
         self._exchange.combine(call)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
@@ -203,18 +197,20 @@ class NvlinkTransport(Transport):
         """Take another table for the rounds that follow; every rank the same, between the same two rounds."""
         self._exchange.tune(tuning)
 
-    def _before(self, phase: str, context: int, round: int, attempt: int, facts: dict[str, Any]) -> None:
-        """Refuse a launch whose signals cannot come; remember it otherwise."""
+    def _before(self, phase: str, context: int, round: int, attempt: int, said: tuple[Any, ...]) -> None:
+        """Refuse a launch whose signals cannot come; otherwise remember it, as `_facts_of` makes facts of it."""
         # The mask cannot be read while a graph is captured; a replay finds out by itself.
-        if self._mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
+        mesh = self._mesh
+        if mesh.lost and not (self._config.enable_rank_mask and torch.cuda.is_current_stream_capturing()):
             with self._looking:
                 needed = self._needed(context)
-                for peer in sorted(needed & self._mesh.lost):
+                for peer in sorted(needed & mesh.lost):
                     raise self._recorded(PeerLost(rank=self.rank, peer=peer, phase=phase, round=round))
                 self._end_waits_for_lost_peers()
-        for peer, body in self._mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
-            raise from_facts(json.loads(body), reporter=peer)
-        self._launched[context, phase] = (round, attempt, facts)
+        if mesh.has_heard:
+            for peer, body in mesh.arrived(_DECLINED[phase], context, round, attempt=attempt).items():
+                raise from_facts(json.loads(body), reporter=peer)
+        self._launched[context, phase] = (round, attempt, said)
 
     def decline(self, phase: str, context: int, round: int, attempt: int, facts: Mapping[str, Any]) -> None:
         self._mesh.signal(_DECLINED[phase], context, round, json.dumps(facts).encode(), attempt=attempt)
@@ -225,14 +221,19 @@ class NvlinkTransport(Transport):
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
+        for words in self._exchange.words:
+            if words.recorded:
+                self._raise_recorded()
+        if self._mesh.error is not None:
+            self._exchange.abort(_NO_RANK)
+            raise self._mesh.error
+
+    def _raise_recorded(self) -> None:
         for context, words in enumerate(self._exchange.words):
             if words.recorded:
                 if words.kind not in (_TIMEOUT, _ABORTED):
                     self._await_story()
                 raise self._recorded(self._error_of(context))
-        if self._mesh.error is not None:
-            self._exchange.abort(_NO_RANK)
-            raise self._mesh.error
 
     def _await_story(self) -> None:
         """Give the thread time to hear what every rank said."""
@@ -296,14 +297,14 @@ class NvlinkTransport(Transport):
 
     def _compare_what_was_said(self) -> None:
         """Where a kernel or a peer found a disagreement: tell all what this rank said, and wait for what they did."""
-        for (context, phase), (round, attempt, facts) in list(self._launched.items()):
+        for (context, phase), (round, attempt, said) in list(self._launched.items()):
             words = self._exchange.words[context]
             found = bool(words.recorded) and words.kind not in (_TIMEOUT, _ABORTED) and PHASES[words.phase] == phase
             heard = self._mesh.arrived(_FACTS[phase], context, round, attempt=attempt)
             key = (context, phase, round, attempt)
             if (found or heard) and key not in self._told:
                 self._told[key] = time.monotonic()
-                body = json.dumps(facts, default=_dtype_name).encode()
+                body = json.dumps(_facts_of(phase, said)).encode()
                 self._mesh.signal(_FACTS[phase], context, round, body, attempt=attempt)
             if found:
                 missing = self._needed(context) - {self.rank} - set(heard)
@@ -313,10 +314,11 @@ class NvlinkTransport(Transport):
     def _mismatch(self, context: int, phase: str) -> MismatchError:
         """What every rank said, as far as it is known; else what the kernel compared."""
         words = self._exchange.words[context]
-        round, attempt, facts = self._launched[context, phase]
+        round, attempt, mine = self._launched[context, phase]
+        facts = _facts_of(phase, mine)
         heard = self._mesh.arrived(_FACTS[phase], context, round, attempt=attempt)
         said = {rank: json.loads(body) for rank, body in heard.items()}
-        said[self.rank] = json.loads(json.dumps(facts, default=_dtype_name))
+        said[self.rank] = json.loads(json.dumps(facts))
         said = dict(sorted(said.items()))
         names = [name for name in facts if any(each[name] != said[self.rank][name] for each in said.values())]
         if not names:
@@ -454,13 +456,20 @@ class NvlinkTransport(Transport):
                 self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
         self._side_stream.synchronize()
 
-    def _at(self, point: str, round: int) -> None:
-        if self.hook is not None:
-            self.hook(point, round)
 
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _facts_of(phase: str, said: tuple[Any, ...]) -> dict[str, Any]:
+    """What ranks compare of a launch, by name. Made when it is asked for: nearly no launch is."""
+    if phase == "dispatch":
+        most, payloads, has_stats = said
+        widths = [payload.row_bytes for payload in payloads]
+        return {"runtime_max_tokens_per_rank": most, "payload_row_bytes": widths, "eplb_local_stats": has_stats}
+    most, shape, dtype, low_precision = said
+    return {
+        "runtime_max_tokens_per_rank": most,
+        "payload_columns": shape[2],
+        "payload_dtype": str(dtype).removeprefix("torch."),
+        "use_low_precision": low_precision,
+    }
 
 
 def _listen(mesh: Mesh, stop: threading.Event, owner: weakref.ref[NvlinkTransport]) -> None:

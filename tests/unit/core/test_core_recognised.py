@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from a2a.arguments import look
 from a2a.comm.protocol import SingleComm
 from a2a.errors import ConfigError, ShapeError, StateError
 from a2a.quant import ScaleLayout
+from a2a.transport import CombineCall, DispatchCall
 
 HIDDEN = 32
 IDS = torch.zeros((3, 2), dtype=torch.int32)
@@ -87,6 +89,107 @@ def test_tokens_that_look_otherwise_are_checked() -> None:
                 received = moe.dispatch_tokens(**fresh)
                 assert (received.hidden_states[0, :n] == number + 1).all()
                 moe.combine(torch.zeros(1, 4, hidden, dtype=torch.bfloat16), 4)
+
+
+def test_payloads_that_look_otherwise_are_checked() -> None:
+    n, k = 3, 2
+    rows, ids = torch.ones((n, HIDDEN), dtype=torch.bfloat16), torch.zeros((n, k), dtype=torch.int32)
+    good: dict[str, Any] = {
+        "token_selected_experts": ids,
+        "input_payloads": [rows, ids],
+        "runtime_max_tokens_per_rank": 4,
+    }
+    bad: list[dict[str, Any]] = [
+        {"input_payloads": [rows.t().contiguous().t(), ids]},
+        {"input_payloads": [rows[:2], ids]},
+        {"input_payloads": [rows.tolist(), ids]},
+        {"input_payloads": [rows, None]},
+        {"input_payloads": [rows.to("meta"), ids]},
+        {"input_payloads": []},
+        {"input_payloads": rows},
+        {"input_payloads": None},
+        {"input_payloads": iter([rows, ids])},
+        {"input_payloads": [rows, ids] * 5},
+        {"input_payloads": [rows.double(), rows.double(), rows.double()]},
+        {"token_selected_experts": ids.float()},
+        {"token_selected_experts": ids[:, :1].contiguous(), "expert_id_payload_index": 1},
+        {"token_selected_experts": ids.tolist()},
+        {"expert_id_payload_index": 0},
+        {"expert_id_payload_index": 2},
+        {"expert_id_payload_index": True},
+        {"expert_id_payload_index": 1.0},
+        {"runtime_max_tokens_per_rank": 4.0},
+        {"runtime_max_tokens_per_rank": True},
+        {"runtime_max_tokens_per_rank": 2},
+        {"runtime_max_tokens_per_rank": 9},
+        {"invalid_token_expert_id": 2**31},
+        {"eplb_local_stats": torch.zeros(3, dtype=torch.int32)},
+        {"active_rank_mask": torch.ones(1, dtype=torch.uint64)},
+    ]
+    with built() as moe:
+        for change in ({}, *bad):
+            if change:
+                with pytest.raises((ShapeError, ConfigError)):
+                    moe.dispatch(**{**good, **change})
+                assert moe.state == "idle"
+            for number in range(2):
+                fresh = torch.full_like(rows, float(number + 1))
+                views = moe.dispatch(ids, [fresh, ids], 4, 7)
+                assert (views[0][0, :n] == number + 1).all()
+                # The list is the caller's to change; the ids are where they were given, or nowhere.
+                views.clear()
+                moe.combine(torch.zeros(1, 4, HIDDEN, dtype=torch.bfloat16), 4)
+                views = moe.dispatch(ids, [fresh, ids.clone()], 4, 7)
+                assert views[1][0, :n].tolist() == ids.tolist()
+                moe.combine(torch.zeros(1, 4, HIDDEN, dtype=torch.bfloat16), 4)
+                views = moe.dispatch(**good, invalid_token_expert_id=7)
+                assert views[1][0].tolist() == [*ids.tolist(), [7, 7]]
+                views[1].zero_()
+                moe.combine(torch.zeros(1, 4, HIDDEN, dtype=torch.bfloat16), 4)
+
+
+def test_calls_that_are_said_to_be_alike_are() -> None:
+    """What a transport may keep for the calls of one `like` is theirs, whatever was asked for in between."""
+    rows = {dtype: torch.ones((8, HIDDEN), dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    ids = {dtype: torch.zeros((8, 2), dtype=dtype) for dtype in (torch.int32, torch.int64)}
+    weights, stats = torch.ones((8, 2)), torch.ones(5, dtype=torch.int32)
+    free = {"round", "attempt", "topk_ids", "rows", "payload", "output", "eplb_local_stats", "stream", "num_sms"}
+    free |= {"enable_pdl", "payload_in_workspace", "output_scales", "timeout_s"}
+    draw, seen = random.Random(1), dict[object, set[object]]()
+
+    def note(call: DispatchCall | CombineCall) -> None:
+        facts = {name: value for name, value in call._asdict().items() if name not in free}
+        like = facts.pop("like")
+        assert like is not None
+        tensors = [getattr(call, name, None) for name in ("topk_ids", "payload", "output", "eplb_local_stats")]
+        tensors += getattr(call, "rows", ())
+        looks = look(*tensors)
+        seen.setdefault(like, set()).add((tuple(facts.items()), looks))
+
+    with built(wire_format="mxfp8", num_contexts=2, eplb_stats_num_experts=5, combine_dtype_bytes_per_elem=4) as moe:
+        transport = moe._shared.transport
+        for name in ("dispatch", "combine"):
+            play = getattr(transport, name)
+            setattr(transport, name, lambda call, play=play: (note(call), play(call))[1])
+        for _ in range(300):
+            context, n, k = draw.choice(moe.contexts), draw.choice((1, 3)), draw.choice((1, 2))
+            most = draw.choice((3, 4))
+            mine = ids[draw.choice((torch.int32, torch.int64))][:n, :k].contiguous()
+            hidden = rows[draw.choice((torch.bfloat16, torch.float32))][:n]
+            options: dict[str, Any] = {
+                "invalid_token_expert_id": draw.choice((None, 7)),
+                "eplb_local_stats": draw.choice((None, stats)),
+            }
+            if draw.random() < 0.5:
+                given = weights[:n, :k].contiguous()
+                context.dispatch_tokens(hidden, mine, given, runtime_max_tokens_per_rank=most, **options)
+            else:
+                hidden = rows[draw.choice((torch.bfloat16, torch.float16))][:n, : draw.choice((8, 16))].contiguous()
+                context.dispatch(mine, draw.choice(([hidden], [hidden, mine])), most, **options)
+            payload = torch.zeros((1, most, draw.choice((8, HIDDEN))), dtype=draw.choice(list(rows)))
+            low = payload.dtype == torch.bfloat16 and draw.random() < 0.3
+            context.combine(payload, most, use_low_precision=low)
+    assert len(seen) > 20 and all(len(each) == 1 for each in seen.values())
 
 
 @pytest.mark.parametrize("recognised", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib.util
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,7 @@ def exchange() -> tuple[Any, list[Any]]:
             self._needs_table, self._table = False, Placement.contiguous(8, 2).table
             self._pinned = WORKSPACE.new_zeros(256)
             self._kernels, self._resident, self._whole, self._top_k = {}, {}, {}, [4, 4]
+            self._alike = {}
 
         def _enter(self, stream: Any) -> Any:
             return SimpleNamespace(cuda_stream=7)
@@ -133,7 +135,8 @@ def dispatch_call(draw: random.Random) -> DispatchCall:
         context=context,
         round=1,
         topk_ids=ids,
-        payloads=tuple(Payload(*part, at, fill) for part, at in zip(parts, offsets, strict=True)),
+        payloads=tuple(Payload(width, at, fill) for (_, width), at in zip(parts, offsets, strict=True)),
+        rows=tuple(rows for rows, _ in parts),
         runtime_max_tokens_per_rank=max(n, draw.choice((1, 8, 500))),
         ids_payload=draw.choice((None, 1 if len(parts) > 1 else None)),
         invalid_id=draw.choice((-1, 77)),
@@ -143,6 +146,22 @@ def dispatch_call(draw: random.Random) -> DispatchCall:
         stream=None,
         num_sms=draw.choice((None, 16)),
         enable_pdl=draw.choice((None, False)),
+        like=object(),
+    )
+
+
+def alike(draw: random.Random, call: DispatchCall) -> DispatchCall:
+    """A call of which no more than `like` says may differ."""
+    addresses = {
+        torch.uint8: MORE,
+        **{dtype: each for rows in (ROWS, IDS) for dtype, each in rows.items()},
+    }
+    first = call.rows[0]
+    assert first is not None
+    shift = draw.choice((0, 0, 8, 3))
+    moved = addresses[first.dtype].view(-1)[shift : shift + first.numel()].view(first.shape)
+    return call._replace(
+        rows=(moved, *call.rows[1:]), num_sms=draw.choice((None, 16)), enable_pdl=draw.choice((None, False))
     )
 
 
@@ -152,7 +171,7 @@ def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
     widths = [payload.row_bytes for payload in call.payloads]
     context = 1 - call.context
     offsets = LAYOUT.payload_offsets(widths, context)
-    first = call.payloads[0].rows
+    first = call.rows[0]
     assert first is not None
     another = ROWS[torch.float32 if first.dtype == torch.bfloat16 else torch.bfloat16][: first.shape[0]]
     changes: list[dict[str, Any]] = [
@@ -163,7 +182,7 @@ def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
         {"runtime_max_tokens_per_rank": call.runtime_max_tokens_per_rank + 1},
         {"topk_ids": IDS[torch.int64 if call.topk_ids.dtype == torch.int32 else torch.int32][: first.shape[0], :4]},
         {"payloads": tuple(each._replace(fill_byte=3) for each in call.payloads)},
-        {"payloads": (call.payloads[0]._replace(rows=another), *call.payloads[1:])},
+        {"rows": (another, *call.rows[1:])},
         {
             "context": context,
             "payloads": tuple(
@@ -172,22 +191,24 @@ def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
         },
     ]
     change = draw.choice(changes)
-    return other if call.runtime_max_tokens_per_rank > 590 else call._replace(**change)
+    return other if call.runtime_max_tokens_per_rank > 590 else call._replace(**change, like=object())
 
 
-def combine_call(draw: random.Random, after: DispatchCall) -> CombineCall:
-    n, most = after.topk_ids.shape[0], after.runtime_max_tokens_per_rank
+def combine_call(draw: random.Random, after: DispatchCall, likes: dict[object, object]) -> CombineCall:
+    (n, top_k), most = after.topk_ids.shape, after.runtime_max_tokens_per_rank
     width, low = draw.choice((64, 256)), draw.random() < 0.3
+    dtype = torch.bfloat16 if low else draw.choice((torch.bfloat16, torch.float32))
+    shift = draw.choice((0, 0, 4, 1))
     return CombineCall(
         context=after.context,
         round=1,
         attempt=1,
-        payload=BLOCKS.view(-1)[: 2 * most * width].view(2, most, width),
+        payload=BLOCKS.view(-1)[shift : shift + 2 * most * width].view(2, most, width),
         payload_in_workspace=draw.random() < 0.5,
         runtime_max_tokens_per_rank=most,
         num_tokens=n,
         low_precision=low,
-        output=OUTPUTS[torch.bfloat16 if low else draw.choice((torch.bfloat16, torch.float32))][:n, :width],
+        output=OUTPUTS[dtype][:n, :width],
         output_quantize=None,
         output_scales=None,
         scale_layout=ScaleLayout.LINEAR,
@@ -195,6 +216,7 @@ def combine_call(draw: random.Random, after: DispatchCall) -> CombineCall:
         stream=None,
         num_sms=draw.choice((None, 16)),
         enable_pdl=None,
+        like=likes.setdefault((after.context, n, top_k, most, width, low, dtype), object()),
     )
 
 
@@ -209,17 +231,18 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
     draw = random.Random(seed)
     used, seen = exchange()
     calls: list[DispatchCall] = []
+    likes: dict[object, object] = {}
     for _ in range(100):
         # Most calls repeat an earlier one, as layers do, or all but repeat the last.
         kind = draw.random() if calls else 1.0
-        if kind < 0.6:
+        if kind < 0.4:
             call = changed(draw, calls[-1])
         elif kind < 0.8:
-            call = draw.choice(calls)
+            call = alike(draw, calls[-1] if kind < 0.6 else draw.choice(calls))
         else:
             call = dispatch_call(draw)
         calls.append(call)
-        ended = combine_call(draw, call)
+        ended = combine_call(draw, call, likes)
         fresh, wanted = exchange()
         fresh._pinned = used._pinned
         for each in (used, fresh):
@@ -272,27 +295,82 @@ def _covers_a_row(name: str, shape: Any, pdl: bool, fields: dict[str, Any]) -> b
     return columns * threads >= 8 * params.lines(params.image_bytes(widths)) and not any(each % 8 for each in widths)
 
 
-def test_whole_words_are_decided_by_the_size_of_the_round() -> None:
-    """Few tokens have a thread for each part of their rows, more have not: the kernel must not be the first one's."""
-    used, seen = exchange()
+def one_token() -> DispatchCall:
     rows, ids = ROWS[torch.bfloat16][:1], IDS[torch.int32][:1]
     offsets = LAYOUT.payload_offsets([512, 16], 0)
-    call = dispatch_call(random.Random(1))._replace(
+    return dispatch_call(random.Random(1))._replace(
         topk_ids=ids,
-        payloads=(Payload(rows, 512, offsets[0], None), Payload(ids, 16, offsets[1], None)),
+        payloads=(Payload(512, offsets[0], None), Payload(16, offsets[1], None)),
+        rows=(rows, ids),
+        runtime_max_tokens_per_rank=1,
         quantize=None,
         num_sms=None,
     )
+
+
+def test_whole_words_are_decided_by_the_size_of_the_round() -> None:
+    """Few tokens have a thread for each part of their rows, more have not: the kernel must not be the first one's."""
+    used, seen = exchange()
+    call = one_token()
     for most in (1, 512, 1, 512):
-        used.dispatch(call._replace(runtime_max_tokens_per_rank=most))
+        used.dispatch(call._replace(runtime_max_tokens_per_rank=most, like=None))
     assert [launch[0] for launch in seen] == ["dispatch_small_words", "dispatch_small_bytes"] * 2
     assert all(_covers_a_row(*launch) for launch in seen if "small_words" in launch[0])
 
 
 def test_a_repeated_call_prepares_nothing() -> None:
     used, seen = exchange()
-    call = dispatch_call(random.Random(1))
+    call = one_token()
     used.dispatch(call)
     used._prepare_dispatch = None
     used.dispatch(call)
     assert seen[0] == seen[1]
+    # Nor need it look for what it prepared, unless another call came between or the table is another one.
+    look, used._dispatch_launch = used._dispatch_launch, None
+    used.dispatch(call)
+    assert seen[2] == seen[0]
+    used._dispatch_launch = look
+    del used._prepare_dispatch
+    other = call._replace(invalid_id=call.invalid_id + 1, like=object())
+    used.dispatch(other)
+    used.dispatch(call)
+    points = tuple(
+        dataclasses.replace(each, threads=32, parts_per_thread=1) if each.regime == "small" else each
+        for each in TUNING.points
+    )
+    used.tune(dataclasses.replace(TUNING, points=points))
+    used.dispatch(call)
+    assert seen[3] != seen[0] == seen[4] and seen[5][1] != seen[0][1]
+
+
+def test_a_repeated_combine_finds_the_area_where_it_is_now() -> None:
+    """The area of a workspace that its owner shares may move with the rounds between."""
+    used, seen = exchange()
+    draw = random.Random(1)
+    after = dispatch_call(draw)._replace(runtime_max_tokens_per_rank=1, topk_ids=IDS[torch.int32][:1])
+    call = combine_call(draw, after, {})._replace(low_precision=False)
+    offset = LAYOUT.combine_offset(0, call.context)
+    used._layout = SimpleNamespace(region=LAYOUT.region, combine_offset=lambda *_: next(place))
+    told = []
+    for at in (offset, offset, offset + 128, offset + 128, offset):
+        place = itertools.repeat(at)
+        used.combine(call)
+        told.append(seen[-1][3]["combine_offset"] - offset)
+    assert told == [0, 0, 128, 128, 0]
+
+
+def test_a_repeated_call_goes_to_its_own_stream() -> None:
+    used, seen = exchange()
+    entered: list[Any] = []
+    kept: list[tuple[int, set[int]]] = []
+    used._enter = lambda stream: entered.append(stream) or SimpleNamespace(cuda_stream=stream or 7)
+    used._used_on = lambda stream, tensors: kept.append((stream.cuda_stream, {id(each) for each in tensors}))
+    call = one_token()._replace(eplb_local_stats=STATS)
+    ended = combine_call(random.Random(1), call, {})._replace(low_precision=False)
+    for stream in (None, 9, 9, 11, None):
+        used.dispatch(call._replace(stream=stream))
+        used.combine(ended._replace(stream=stream))
+    assert entered == [None, None, 9, 9, 9, 9, 11, 11, None, None] and len(seen) == 10
+    sent, summed = {id(each) for each in (*call.rows, call.topk_ids, STATS)}, {id(ended.payload), id(ended.output)}
+    # What lies with the allocator is its own again only once that stream is done with it.
+    assert kept == [(9, sent), (9, summed), (9, sent), (9, summed), (11, sent), (11, summed)]

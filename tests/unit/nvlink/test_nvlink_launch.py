@@ -1,9 +1,9 @@
-"""Loaded code: once for all ranks of a process, with room for the widest, and no unloading in the middle of a round."""
+"""What the driver is handed at a launch, and what becomes of its refusal; the driver is a function of the test's."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import ctypes
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -11,125 +11,127 @@ from typing import Any
 import pytest
 import torch
 
-from a2a.nvlink import params
+from a2a.errors import Unsupported
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="needs cuda-core and NVRTC: install a2a[cu13]"
 )
-GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+FUNCTION = 0x5050
+
+
+class Told(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_uint64), ("second", ctypes.c_uint32))
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: an id, padding up to 8 bytes, 64 bytes of value."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_int32 * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint32),
+    )
 
 
 class Driver:
-    """In place of the CUDA driver: numbers what is loaded and writes down what is asked."""
+    """Writes down what a launch was told; `status` is what it answers."""
 
-    def __init__(self) -> None:
-        self.loaded: list[int] = []
-        self.unloaded: list[int] = []
-        self.limits: list[tuple[str, int]] = []
-        names = ("MAX_DYNAMIC_SHARED_SIZE_BYTES", "MAX_THREADS_PER_BLOCK", "NUM_REGS", "LOCAL_SIZE_BYTES")
-        self.CUfunction_attribute = SimpleNamespace(**{f"CU_FUNC_ATTRIBUTE_{name}": name for name in names})
-        self.CUlaunchConfig = SimpleNamespace
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from a2a.nvlink import launch
 
-    def cuLibraryLoadData(self, *_: Any) -> tuple[int, int]:
-        self.loaded.append(len(self.loaded))
-        return 0, self.loaded[-1]
+        self.launches: list[dict[str, Any]] = []
+        self.status, self.current_device, self.entered = 0, 0, 0
+        pointer = ctypes.c_void_p
+        self._called = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
+        address = ctypes.cast(self._called, pointer).value
+        answers = {
+            "cuLibraryLoadData": lambda *_: (0, 1),
+            "cuLibraryUnload": lambda *_: (0,),
+            "cuLibraryGetKernel": lambda *_: (0, 2),
+            "cuKernelGetFunction": lambda *_: (0, FUNCTION),
+            "cuFuncGetAttribute": lambda *_: (0, 256),
+            "cuGetProcAddress": lambda *_: (0, address, 0),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(launch.cu, name, answer)
+        monkeypatch.setattr(launch, "on_device", self._on_device)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.current_device, raising=False)
+        library = launch.Library(b"", SimpleNamespace(index=0))  # type: ignore[arg-type]
+        self.kernel = library.kernel("move", Told)
+        self.entered = 0
 
-    def cuLibraryUnload(self, library: int) -> tuple[int]:
-        self.unloaded.append(library)
-        return (0,)
+    @contextlib.contextmanager
+    def _on_device(self, device: Any) -> Any:
+        self.entered += 1
+        yield
 
-    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, str]:
-        return 0, f"{library} {name.decode()}"
-
-    def cuKernelGetFunction(self, kernel: str) -> tuple[int, str]:
-        return 0, kernel
-
-    def cuFuncGetAttribute(self, key: str, function: str) -> tuple[int, int]:
-        return 0, 0
-
-    def cuFuncSetAttribute(self, function: str, key: str, value: int) -> tuple[int]:
-        assert key == "MAX_DYNAMIC_SHARED_SIZE_BYTES"
-        self.limits.append((function, value))
-        return (0,)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    from a2a.nvlink import launch
-
-    made = Driver()
-    gc.collect()
-    monkeypatch.setattr(launch, "cu", made)
-    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_LEFT", [])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return made
-
-
-def test_ranks_share_what_is_loaded_on_their_gpu(driver: Driver) -> None:
-    from a2a.nvlink.launch import load
-
-    # As each rank reads the cache by itself.
-    ranks = [load(bytes(bytearray(b"code of all")), GPU) for _ in range(8)]
-    assert len({id(each) for each in ranks}) == 1 and driver.loaded == [0]
-    others = [load(b"code of all", OTHER), load(b"other code", GPU)]
-    assert driver.loaded == [0, 1, 2] and len({id(each) for each in [*ranks, *others]}) == 3
-    kernels = [each.kernel("f", params.QuantizeParams) for each in ranks[:2]]
-    kernels[0].parameters.num_rows = 3
-    assert kernels[1].parameters.num_rows == 0, "parameters are each rank's own"
+    def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        told = Config.from_address(config)
+        (place,) = (ctypes.c_void_p * 1).from_address(parameters)
+        fields = Told.from_address(place)
+        self.launches.append(
+            {
+                "grid": list(told.grid),
+                "block": list(told.block),
+                "shared_bytes": told.shared_bytes,
+                "stream": told.stream or 0,
+                "attributes": [
+                    (each.id, each.value[0]) for each in (told.attributes[i] for i in range(told.num_attributes))
+                ],
+                "function": function,
+                "extra": extra,
+                "fields": (fields.first, fields.second),
+            }
+        )
+        return self.status
 
 
-def test_nothing_is_unloaded_before_the_next_load(driver: Driver) -> None:
-    from a2a.nvlink.launch import load
-
-    kernel = load(b"code", GPU).kernel("f", params.QuantizeParams)
-    assert load(b"code", GPU) is kernel._library, "a kernel keeps its code"
-    del kernel
-    gc.collect()
-    assert driver.unloaded == [] and driver.loaded == [0]
-    again = load(b"code", GPU)
-    assert driver.unloaded == [0] and driver.loaded == [0, 1]
-    del again
-
-
-def test_nothing_is_unloaded_in_a_capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from a2a.nvlink.launch import load
-
-    kept = [load(b"code", GPU)]
-    kept.clear()
-    gc.collect()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    kept.append(load(b"other", GPU))
-    assert driver.unloaded == []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    kept.append(load(b"third", GPU))
-    assert driver.unloaded == [0]
+def test_a_launch_tells_the_driver_what_holds_at_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    kernel = driver.kernel
+    wanted = []
+    for number, (stream, pdl) in enumerate([(0, False), (7, False), (7, True), (1 << 40, True), (0, False), (0, True)]):
+        kernel.shape((3, 1 + number), 64, 16 * number)
+        kernel.parameters.first, kernel.parameters.second = (1 << 50) + number, number
+        kernel.launch(stream, pdl=pdl)
+        wanted.append(
+            {
+                "grid": [3, 1 + number, 1],
+                "block": [64, 1, 1],
+                "shared_bytes": 16 * number,
+                "stream": stream,
+                "attributes": [(6, 1)] if pdl else [],
+                "function": FUNCTION,
+                "extra": None,
+                "fields": ((1 << 50) + number, number),
+            }
+        )
+    assert driver.launches == wanted and driver.entered == 0
 
 
-@pytest.mark.parametrize("context", [0, 5])
-def test_a_thread_that_is_new_to_a_gpu_does_not_wait_for_it(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from a2a.nvlink import driver as module
-
-    asked: list[torch.device] = []
-
-    def refuse(device: Any = None) -> None:
-        raise AssertionError("waits for kernels that may wait for this thread")
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: asked.append(device))
-    )
-    monkeypatch.setattr(module, "cu", SimpleNamespace(cuCtxGetCurrent=lambda: (0, context)))
-    with module.on_device(GPU):
-        assert asked == ([] if context else [GPU])
+def test_a_launch_makes_the_kernels_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    driver.current_device = 1
+    driver.kernel.launch(7)
+    assert driver.entered == 1 and len(driver.launches) == 1
 
 
-def test_a_shared_function_has_room_for_the_widest_of_its_users(driver: Driver) -> None:
-    from a2a.nvlink.launch import load
-
-    users = [
-        load(b"code", GPU).kernel(name, params.QuantizeParams, shared_bytes=shared)
-        for name, shared in (("f", 0), ("f", 60_000), ("f", 50_000), ("g", 50_000), ("f", 70_000))
-    ]
-    assert driver.limits == [("0 f", 60_000), ("0 g", 50_000), ("0 f", 70_000)] and len(users) == 5
+@pytest.mark.parametrize(("status", "said"), [(719, "CUDA_ERROR_LAUNCH_FAILED"), (123456, "123456")])
+def test_a_refused_launch_says_which_and_why(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    for current in (0, 1):
+        driver.status, driver.current_device = status, current
+        with pytest.raises(Unsupported, match=f"move: {said}"):
+            driver.kernel.launch(0)
+        driver.status = 0
+        driver.kernel.launch(0)
+    assert len(driver.launches) == 4
