@@ -268,7 +268,7 @@ def test_sums_are_quantized_by_one_launch(
     told: list[tuple[Any, ...]] = []
     used._quantizers = {name: SimpleNamespace(quantize_into=lambda *what: told.append(what))}
     used.dispatch(dispatch_call(random.Random(1)))
-    call = combine_call(random.Random(1), dispatch_call(random.Random(1)))
+    call = combine_call(random.Random(1), dispatch_call(random.Random(1)), {})
     form, scale = wire_format(name), torch.tensor(3.0)
     output = torch.zeros((call.num_tokens, columns), dtype=form.data_dtype)
     scales = torch.zeros(ScaleLayout.SWIZZLED_8X4.shape(call.num_tokens, 256 // form.block), dtype=torch.uint8)

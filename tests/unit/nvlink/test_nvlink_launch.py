@@ -64,6 +64,7 @@ class Driver:
         for name, answer in answers.items():
             monkeypatch.setattr(launch.cu, name, answer)
         monkeypatch.setattr(launch, "on_device", self._on_device)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.current_device, raising=False)
         library = launch.Library(b"", SimpleNamespace(index=0))  # type: ignore[arg-type]
         self.kernel = library.kernel("move", Told)

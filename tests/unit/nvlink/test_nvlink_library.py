@@ -19,16 +19,18 @@ pytestmark = pytest.mark.skipif(
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
+def number_of(library: int, name: str) -> int:
+    """Of the function of that one-letter name."""
+    return 1000 * library + ord(name)
+
+
 class Driver:
     """In place of the CUDA driver: numbers what is loaded and writes down what is asked."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
         self.unloaded: list[int] = []
-        self.limits: list[tuple[str, int]] = []
-        names = ("MAX_DYNAMIC_SHARED_SIZE_BYTES", "MAX_THREADS_PER_BLOCK", "NUM_REGS", "LOCAL_SIZE_BYTES")
-        self.CUfunction_attribute = SimpleNamespace(**{f"CU_FUNC_ATTRIBUTE_{name}": name for name in names})
-        self.CUlaunchConfig = SimpleNamespace
+        self.limits: list[tuple[int, int]] = []
 
     def cuLibraryLoadData(self, *_: Any) -> tuple[int, int]:
         self.loaded.append(len(self.loaded))
@@ -38,17 +40,17 @@ class Driver:
         self.unloaded.append(library)
         return (0,)
 
-    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, str]:
-        return 0, f"{library} {name.decode()}"
+    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:
+        return 0, number_of(library, name.decode())
 
-    def cuKernelGetFunction(self, kernel: str) -> tuple[int, str]:
+    def cuKernelGetFunction(self, kernel: int) -> tuple[int, int]:
         return 0, kernel
 
-    def cuFuncGetAttribute(self, key: str, function: str) -> tuple[int, int]:
+    def cuFuncGetAttribute(self, key: Any, function: int) -> tuple[int, int]:
         return 0, 0
 
-    def cuFuncSetAttribute(self, function: str, key: str, value: int) -> tuple[int]:
-        assert key == "MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    def cuFuncSetAttribute(self, function: int, key: Any, value: int) -> tuple[int]:
+        assert key.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
         self.limits.append((function, value))
         return (0,)
 
@@ -59,7 +61,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     made = Driver()
     gc.collect()
-    monkeypatch.setattr(launch, "cu", made)
+    for name in dir(made):
+        if name.startswith("cu"):
+            monkeypatch.setattr(launch.cu, name, getattr(made, name))
+    monkeypatch.setattr(launch, "_launcher", lambda: print)
     monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_LEFT", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -132,4 +137,5 @@ def test_a_shared_function_has_room_for_the_widest_of_its_users(driver: Driver) 
         load(b"code", GPU).kernel(name, params.QuantizeParams, shared_bytes=shared)
         for name, shared in (("f", 0), ("f", 60_000), ("f", 50_000), ("g", 50_000), ("f", 70_000))
     ]
-    assert driver.limits == [("0 f", 60_000), ("0 g", 50_000), ("0 f", 70_000)] and len(users) == 5
+    f, g = number_of(0, "f"), number_of(0, "g")
+    assert driver.limits == [(f, 60_000), (g, 50_000), (f, 70_000)] and len(users) == 5
