@@ -25,6 +25,7 @@ from a2a.nvlink.launch import Kernel, Library, load
 from a2a.nvlink.params import (
     MAX_CTAS,
     MAX_PUSHED_SEGMENTS,
+    MAX_THREADS,
     OUTPUT_TYPES,
     PIECE_BYTES,
     WIRE_FORMATS,
@@ -53,6 +54,8 @@ _ALIGNMENT: Final = 16
 """Of the rows' addresses: what it is modulo this may decide which kernel takes a call."""
 _SEGMENT_BYTES: Final = 1024
 """A row is not cut into less, however few rows there are."""
+_CROWDED_UNIT_BYTES: Final = 7 * 512
+"""What a warp has in flight at once at least, where fewer CTAs than were found best must keep the link busy."""
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
 _MAX_KEPT: Final = 256
@@ -534,20 +537,25 @@ class Exchange:
         kernel.shape((columns, 1 + rows), threads, _shared_bytes(num_bytes, fused))
 
     def _bulk_shape(self, kernel: Kernel, point: Point, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
-        wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
-        threads = min(point.threads, kernel.max_threads)
-        num_blocks = min(wanted, self._max_resident(kernel, threads, 0, None), MAX_CTAS)
-        kernel.parameters.segments = _segments(num_rows, row_bytes, num_blocks * (threads // 32 - 1), point.unit_bytes)
-        kernel.shape((num_blocks, 1), threads, 0)
+        blocks, threads, crowded = self._large_grid(kernel, point, num_sms)
+        unit_bytes = max(point.unit_bytes, _CROWDED_UNIT_BYTES) if crowded else point.unit_bytes
+        kernel.parameters.segments = _segments(num_rows, row_bytes, blocks * (threads // 32 - 1), unit_bytes)
+        kernel.shape((blocks, 1), threads, 0)
 
     def _push_shape(self, kernel: Kernel, point: Point, row_bytes: int, num_sms: int | None) -> None:
-        wanted = min(point.ctas or self._num_sms, self._num_sms if num_sms is None else max(1, num_sms))
-        threads = min(point.threads, kernel.max_threads)
+        blocks, threads, crowded = self._large_grid(kernel, point, num_sms)
         # Equal on all ranks: each reads the flags that the others raise.
-        segments = max(1, min(MAX_PUSHED_SEGMENTS, row_bytes // point.unit_bytes))
-        kernel.parameters.segments = segments
-        kernel.parameters.push_warps = min(point.push_warps, threads // 32 - 1)
-        kernel.shape((min(wanted, self._max_resident(kernel, threads, 0, None)), 1), threads, 0)
+        kernel.parameters.segments = max(1, min(MAX_PUSHED_SEGMENTS, row_bytes // point.unit_bytes))
+        push_warps = max(point.push_warps, threads // 64) if crowded else point.push_warps
+        kernel.parameters.push_warps = max(1, min(push_warps, threads // 32 - 1))
+        kernel.shape((blocks, 1), threads, 0)
+
+    def _large_grid(self, kernel: Kernel, point: Point, num_sms: int | None) -> tuple[int, int, bool]:
+        """CTAs, their threads, and whether they are fewer than the point's: then each has all the threads it can."""
+        wanted = min(point.ctas or self._num_sms, self._num_sms)
+        allowed = wanted if num_sms is None else min(wanted, max(1, num_sms))
+        threads = min(point.threads if allowed == wanted else MAX_THREADS, kernel.max_threads)
+        return min(allowed, self._max_resident(kernel, threads, 0, None), MAX_CTAS), threads, allowed < wanted
 
     def _max_resident(self, kernel: Kernel, threads: int, shared: int, num_sms: int | None) -> int:
         key = (kernel, threads, shared)

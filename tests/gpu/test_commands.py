@@ -18,7 +18,7 @@ SMALL = ("--preset", "olmoe-1b-7b", "--ranks", "2", "--routing", "uniform")
 @pytest.mark.gpu(1)
 def test_tune_writes_a_table_that_bench_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, told, rows = (str(tmp_path / name) for name in ("table.toml", "tune.json", "bench.json"))
-    assert main(["tune", *SMALL, "--tokens", "4,100", "--budget-s", "40", "--output", table, "--json", told]) == 0
+    assert main(["tune", *SMALL, "--tokens", "4,100", "--budget-s", "15", "--output", table, "--json", told]) == 0
     tuning = read_tuning(Path(table))
     mine = [point for point in tuning.points if point.ep_size == 2 and point.row_bytes in (4160, 4096)]
     assert {point.tokens for point in mine if point.phase == "dispatch"} >= {4}, tuning.text()
