@@ -289,7 +289,7 @@ def device_source() -> str:
         "using u8 = unsigned char; using u16 = unsigned short; using u32 = unsigned int; using i32 = int;",
         "using u64 = unsigned long long; using i64 = long long;",
         f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_SMALL_THREADS = {MAX_SMALL_THREADS};",
-        f"constexpr u32 MAX_PUSHED_SEGMENTS = {MAX_PUSHED_SEGMENTS};",
+        f"[[maybe_unused]] constexpr u32 MAX_PUSHED_SEGMENTS = {MAX_PUSHED_SEGMENTS};",
         f"constexpr u32 LINE_BYTES = {LINE_BYTES}, LINE_DATA_BYTES = {LINE_DATA_BYTES}, HEADER_BYTES = {HEADER_BYTES};",
     ]
     for struct in STRUCTS:
