@@ -175,15 +175,17 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
 
   bool failed;
   u8* const state = mine + p.round_state_offset;
-  const Round round = begin_round(load_round(state), PHASE_COMBINE, state, p.host_words, &verdict, failed);
+  const RoundWords words = load_round(state);
+  // Orders the payload, written by earlier kernels, before the headers; said here, it passes while the words come.
+  if (warp == adders && blockIdx.x == 0) release_rows();
+  const Round round = begin_round(words, PHASE_COMBINE, state, p.host_words, &verdict, failed);
   const ActiveRanks active{mine + p.rank_mask_offset};
   if (failed) {
     void_combine(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
     return;
   }
   if (warp == adders && blockIdx.x == 0) {
-    // Partner: check_header, in every rank. Orders the payload, written by earlier kernels, before the header.
-    release_rows();
+    // Partner: check_header, in every rank.
     send_headers(p, round, active, p.staged ? gridDim.x : 0);
   }
   if (p.staged) {

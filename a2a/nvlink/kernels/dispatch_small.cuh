@@ -164,6 +164,7 @@ template <bool WORDS>
 __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32* verdict) {
 #if WIRE_FORMAT
   extern __shared__ u64 image[];
+  bool has_image = false;
 #endif
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   const u8* const state = mine + p.round_state_offset;
@@ -180,6 +181,10 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     const Part here(p, part);
     const Landing landing(p, first, part, num_lines);
     const u32* const first_ids = ids_of(p, first);
+#if WIRE_FORMAT
+    TokenParts parts;
+    parts.locate(p);
+#endif
     const bool inside = part < num_lines * 8, is_tag = part % 8 == 7;
     const u8* const low_from = here.low.from + u64(first) * here.low.row_bytes;
     const u8* const high_from = here.high.from + u64(first) * here.high.row_bytes;
@@ -192,13 +197,10 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     }
     TokenIds ids;
     u64 low = 0, high = 0;
-#if WIRE_FORMAT
-    Group group;
-#endif
     if (first < p.num_tokens) {
       ids.load(p, first_ids);
 #if WIRE_FORMAT
-      group.load(p, first, threadIdx.x * GROUP);
+      parts.load(p, first);
 #else
       low = here.low.load_at<WORDS>(low_from);
       high = here.high.load_at<WORDS>(high_from);
@@ -223,8 +225,10 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       ranks.clear();
       if (token < p.num_tokens) {
 #if WIRE_FORMAT
-        __syncthreads();
-        quantize_image(p, token, group, image);
+        // The image before has been taken by all threads.
+        if (has_image) __syncthreads();
+        has_image = true;
+        quantize_image(p, token, parts, image);
         __syncthreads();
         low = here.low.count ? image[here.at() / 8] : 0;
         high = here.high.count ? image[here.at() / 8 + 1] : 0;
@@ -238,7 +242,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       if (token + rows >= p.num_tokens) continue;
       ids.load(p, ids_of(p, token + rows));
 #if WIRE_FORMAT
-      group.load(p, token + rows, threadIdx.x * GROUP);
+      parts.load(p, token + rows);
 #else
       low = here.low.load<WORDS>(token + rows);
       high = here.high.load<WORDS>(token + rows);

@@ -98,12 +98,38 @@ __device__ __forceinline__ u32 quantize_group(const float* values, float global_
   return format.scale_bits();
 }
 
-// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are. `loaded`: this
-// thread's first group of the token.
-__device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, Group loaded, u64* image) {
-  const u32 lane = threadIdx.x % 32, groups = wire_elements(p) / GROUP;
-  const u32 scales_at = (p.payload_bytes[DATA_PAYLOAD] + 7) & ~7u;
-  const u32 others_at = scales_at + ((p.payload_bytes[SCALES_PAYLOAD] + 7) & ~7u);
+// Where the scales of a token's image lie, and what follows them.
+__device__ __forceinline__ u32 scales_in_image(const DispatchParams& p) {
+  return (p.payload_bytes[DATA_PAYLOAD] + 7) & ~7u;
+}
+
+__device__ __forceinline__ u32 others_in_image(const DispatchParams& p) {
+  return scales_in_image(p) + ((p.payload_bytes[SCALES_PAYLOAD] + 7) & ~7u);
+}
+
+// What a thread needs of a token, loaded apart from its use: 16 elements of its row, and 8 bytes of the payloads that are
+// not quantised. Those go to the last threads, which often have no elements.
+struct TokenParts {
+  Group group;
+  Piece other;
+  u32 other_at;
+  u64 other_word;
+
+  __device__ __forceinline__ void locate(const DispatchParams& p) {
+    other_at = others_in_image(p) + (blockDim.x - 1 - threadIdx.x) * 8;
+    other.locate(p, other_at);
+  }
+
+  __device__ __forceinline__ void load(const DispatchParams& p, u32 token) {
+    group.load(p, token, threadIdx.x * GROUP);
+    other_word = other.load<false>(token);
+  }
+};
+
+// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are.
+__device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, const TokenParts& parts, u64* image) {
+  const u32 lane = threadIdx.x % 32, groups = wire_elements(p) / GROUP, scales_at = scales_in_image(p);
+  Group loaded = parts.group;
   const float global_scale = global_scale_of(p);
   u8* const bytes = reinterpret_cast<u8*>(image);
 #pragma unroll 1
@@ -122,8 +148,9 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
     if (Format::SCALE_BYTES == 4) *reinterpret_cast<u32*>(to) = scale;
     else *to = u8(scale);
   }
+  if (parts.other_at < image_bytes(p)) image[parts.other_at / 8] = parts.other_word;
 #pragma unroll 1
-  for (u32 at = others_at + threadIdx.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
+  for (u32 at = parts.other_at + blockDim.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
     Piece piece;
     piece.locate(p, at);
     image[at / 8] = piece.load<false>(token);
