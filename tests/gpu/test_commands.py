@@ -42,6 +42,8 @@ def test_bench_times_graphs_and_their_phases(tmp_path: Path, monkeypatch: pytest
     assert all(row["exact"] is True and row["us_p50"] > 0 for row in rows)
     graphs = {(row["implementation"], row["phase"]) for row in rows if row["mode"] == "graph"}
     assert graphs == {(name, phase) for name in ("a2a", "ag-rs", "copy") for phase in ("dispatch", "combine", "pair")}
+    alone = [row["us_alone"] for row in rows if row["mode"] == "graph" and row["phase"] == "dispatch"]
+    assert alone and all(us > 0 for us in alone)
     assert {row["implementation"] for row in rows if row["mode"] == "eager"} == {"a2a", "ag-rs", "copy", "torch-a2a"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -16,7 +17,7 @@ import torch
 from a2a.config import ExchangeConfig
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink import params
-from a2a.nvlink.tuning import find_tuning
+from a2a.nvlink.tuning import Point, find_tuning
 from a2a.placement import Placement
 from a2a.quant import ScaleLayout, wire_format
 from a2a.transport import CombineCall, DispatchCall, Payload, Quantize
@@ -54,6 +55,7 @@ TUNING = dataclasses.replace(
         for each in SHIPPED.points
     ),
 )
+_COMBINES = ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "push_bf16", "bulk_e4m3")
 FUSED = Quantize(wire_format("mxfp8"), 0, None)
 
 
@@ -111,7 +113,7 @@ def exchange() -> tuple[Any, list[Any]]:
             for wire in wires:
                 for name in ("dispatch_small_words", "dispatch_small_bytes", "dispatch_bulk"):
                     self._add(("dispatch", name, wire, top_k), name, params.DispatchParams)
-            for name in ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "bulk_e4m3") if combine else ():
+            for name in _COMBINES if combine else ():
                 self._add(("combine", "combine_" + name, top_k), name.rpartition("_")[0], params.CombineParams)
 
         def _add(self, key: tuple[object, ...], name: str, kind: type[ctypes.Structure]) -> None:
@@ -227,7 +229,7 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
     # Rows of the e4m3 wire are made anew for each call; here at one address, so that launches can be compared.
     wire = torch.zeros((2, 600, 300), dtype=torch.uint8)
     monkeypatch.setattr(module, "_wire_rows", lambda payload: wire[:, : payload.shape[1], : payload.shape[2] + 8])
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     draw = random.Random(seed)
     used, seen = exchange()
     calls: list[DispatchCall] = []
@@ -262,7 +264,7 @@ def test_sums_are_quantized_by_one_launch(
     """Straight into the caller's output and scales, by a kernel that was there before."""
     from a2a.nvlink import exchange as module
 
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(module, "_wire_rows", lambda payload: BLOCKS.view(torch.uint8)[:, : payload.shape[1], :272])
     used, seen = exchange()
     told: list[tuple[Any, ...]] = []
@@ -286,6 +288,67 @@ def test_sums_are_quantized_by_one_launch(
     assert rest[0] is output and rest[1] is scales and rest[2:] == [ScaleLayout.SWIZZLED_8X4, scale]
     assert sums.dtype == torch.bfloat16 and sums.shape == (call.num_tokens, 256)
     assert len(seen) == 2 and seen[1][3]["output"] == sums.data_ptr()
+
+
+def pushing() -> tuple[Any, list[Any]]:
+    """An exchange whose table pushes combine rows of rounds of 600 tokens where it may."""
+    used, seen = exchange()
+    point = Point(phase="combine", rows="copied", ep_size=2, row_bytes=512, tokens=600, regime="push", threads=512,
+                  ctas=96, push_warps=3, unit_bytes=512, pair_us=1.0)  # fmt: skip
+    rest = dataclasses.replace(point, regime="bulk", push_warps=0, pair_us=2.0)
+    used.tune(used.tuning.with_points((point, rest), "made up"))
+    used._small_max_tokens = 0
+    return used, seen
+
+
+def _large_combine(**more: Any) -> CombineCall:
+    draw = random.Random(1)
+    after = dispatch_call(draw)._replace(runtime_max_tokens_per_rank=600, topk_ids=IDS[torch.int32][:600])
+    call = combine_call(draw, after, {})._replace(
+        payload=BLOCKS, output=OUTPUTS[torch.bfloat16], payload_in_workspace=False, low_precision=False, num_sms=None
+    )
+    return call._replace(**more)
+
+
+@pytest.mark.parametrize(("num_sms", "ctas", "push_warps"), [(None, 96, 3), (200, 96, 3), (16, 16, 8)])
+def test_rows_are_pushed_by_a_share_of_the_warps(num_sms: int | None, ctas: int, push_warps: int) -> None:
+    used, seen = pushing()
+    used.combine(_large_combine(num_sms=num_sms))
+    ((name, (grid, threads, _), _, fields),) = seen
+    assert (name, grid, threads) == ("push", (ctas, 1), 512)
+    assert (fields["push_warps"], fields["segments"], fields["payload"]) == (push_warps, 1, BLOCKS.data_ptr())
+    assert fields["dispatch_offset"] == LAYOUT.region("dispatch", _large_combine().context).offset_bytes
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"low_precision": True, "payload": BLOCKS.to(torch.float8_e4m3fn)}, "rows of e4m3 are read where they lie"),
+        ({"payload": BLOCKS[:, :, :4].contiguous(), "output": OUTPUTS[torch.bfloat16][:, :4]}, "rows of 8 bytes"),
+    ],
+)
+def test_rows_that_cannot_be_pushed_are_pulled(more: dict[str, Any], why: str) -> None:
+    used, seen = pushing()
+    used.combine(_large_combine(**more))
+    assert [each[0] for each in seen] == ["bulk"], why
+
+
+def test_a_payload_where_rows_would_land_is_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    used, seen = pushing()
+    call = _large_combine()
+    areas = {name: LAYOUT.region(name, call.context).offset_bytes for name in ("dispatch", "combine")}
+    views = {
+        name: WORKSPACE[1, start : start + BLOCKS.numel() * 2].view(torch.bfloat16).view(BLOCKS.shape)
+        for name, start in areas.items()
+    }
+    for seed in range(2):
+        views["dispatch"].copy_(torch.randn(BLOCKS.shape, generator=torch.Generator().manual_seed(seed)))
+        used.combine(call._replace(payload=views["dispatch"]))
+        assert seen[-1][3]["payload"] == views["combine"].data_ptr()
+        assert torch.equal(views["combine"], views["dispatch"])
+    used.combine(call)
+    assert seen[-1][3]["payload"] == BLOCKS.data_ptr()
 
 
 def _covers_a_row(name: str, shape: Any, pdl: bool, fields: dict[str, Any]) -> bool:
