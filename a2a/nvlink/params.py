@@ -62,7 +62,7 @@ Launch rules
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
         that many units, so that n * segments units feed g * (x/32 - 1) warps.
     push: as bulk, segments <= MAX_PUSHED_SEGMENTS, rows of whole 16 bytes, payload not in the dispatch area; of the
-        warps of a CTA push_warps, at least one and fewer than all, send before they add.
+        warps of a CTA push_warps, at least one and fewer than all, send before they add, each fencing for itself.
     All CTAs of a launch, and those of all ranks that share a device, must be resident together: that is what bounds
     c * (1 + y) and g, and why programmatic launch (which makes the next kernel resident early) must be off when ranks
     share a device.

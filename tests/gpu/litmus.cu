@@ -103,38 +103,27 @@ extern "C" __global__ void __launch_bounds__(256, 1) rows_behind_a_flag(const __
   if (stale) atomicAdd(counts + 1, stale);
 }
 
-// Rows of all warps but a CTA's last, which hears of them in shared memory, fences and raises a flag for each: as pushed
-// rows of combine are published. Without the fence, the control.
-extern "C" __global__ void __launch_bounds__(256, 1) rows_told_to_a_warp(const __grid_constant__ LitmusParams p) {
-  __shared__ u32 told[32];
-  if (threadIdx.x < 32) told[threadIdx.x] = 0;
-  __syncthreads();
+// Rows of a warp, then its flag: with the fence the pattern of release_row, as pushed rows of combine are published;
+// without it, the control.
+extern "C" __global__ void __launch_bounds__(256, 1) rows_of_a_warp(const __grid_constant__ LitmusParams p) {
   const bool writes = blockIdx.x < p.ctas;
-  const u32 cta = writes ? blockIdx.x : blockIdx.x - p.ctas, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 last = blockDim.x / 32 - 1, vectors = p.vectors_per_thread * 32;
-  auto place = [&](u64 base, u32 of_warp) { return base + u64(cta * (last + 1) + of_warp) * FLAG_BYTES; };
-  const u64 row = u64(cta * (last + 1) + warp) * vectors * 16;
+  const u32 cta = writes ? blockIdx.x : blockIdx.x - p.ctas, lane = threadIdx.x % 32;
+  const u32 warp = cta * (blockDim.x / 32) + threadIdx.x / 32, vectors = p.vectors_per_thread * 32;
   Clock clock{now_ns(), p.budget_ns, 0};
   u64 stale = 0, seen = 0;
+  u32* const to = reinterpret_cast<u32*>((writes ? p.peer_flags : p.peer_answers) + u64(warp) * FLAG_BYTES);
+  const u32* const awaited = reinterpret_cast<const u32*>((writes ? p.answers : p.flags) + u64(warp) * FLAG_BYTES);
   bool over = false;
-  if (warp == last) {
-    u32 raised = lane < last ? 0 : p.updates;
-    while (writes && !over && !__all_sync(ALL_LANES, raised == p.updates)) {
-      const u32 count = lane < last ? hear_count(told + lane) : raised;
-      over = __any_sync(ALL_LANES, clock.over());
-      if (!__any_sync(ALL_LANES, count != raised)) continue;
-      if (p.fenced) release_rows();
-      if (count != raised) raise_flag(reinterpret_cast<u32*>(place(p.peer_flags, lane)), count);
-      raised = count;
-    }
-    return;
-  }
   for (u32 number = 1; number <= p.updates && !over; ++number) {
-    const u32* const awaited = reinterpret_cast<const u32*>(place(writes ? p.answers : p.flags, warp));
     if (writes) {
-      u64* const rows = reinterpret_cast<u64*>(p.peer_data + row);
+      u64* const rows = reinterpret_cast<u64*>(p.peer_data) + u64(warp) * vectors * 2;
       for (u32 i = lane; i < vectors; i += 32) store_vector(rows + 2 * i, number, number);
-      tell_count(told + warp, number);
+      if (p.fenced) {
+        release_row(to, number);
+      } else {
+        __syncwarp();
+        if (lane == 0) raise_flag(to, number);
+      }
     }
     u32 reached = 0;
     while (!over && !__all_sync(ALL_LANES, reached >= number)) {
@@ -142,19 +131,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) rows_told_to_a_warp(const _
       over = __any_sync(ALL_LANES, clock.over());
     }
     if (writes || over) continue;
-    const u64* const rows = reinterpret_cast<const u64*>(p.data + row);
+    const u64* const rows = reinterpret_cast<const u64*>(p.data) + u64(warp) * vectors * 2;
     // What was written last is looked at first.
-    for (u32 i = vectors / 32; i-- > 0;) {
+    for (u32 i = p.vectors_per_thread; i-- > 0;) {
       u64 low, high;
       load_vector(rows + 2 * (i * 32 + lane), low, high);
       stale += low != number || high != number;
       ++seen;
     }
-    __syncwarp();
-    if (lane == 0) {
-      release_rows();
-      raise_flag(reinterpret_cast<u32*>(place(p.peer_answers, warp)), number);
-    }
+    release_row(to, number);
   }
   u64* const counts = reinterpret_cast<u64*>(p.counts);
   if (seen) atomicAdd(counts, seen);

@@ -117,15 +117,15 @@ def test_rows_behind_a_fenced_flag_are_never_stale(style: int) -> None:
     assert seen >= UPDATES and stale == 0, (seen, stale)
 
 
-def test_rows_told_to_a_warp_that_fences_are_never_stale() -> None:
+def test_rows_of_a_warp_behind_its_fenced_flag_are_never_stale() -> None:
     vectors = 16
-    updates = -(-UPDATES // (2 * _CTAS * (_THREADS - 32) * vectors)) + 1
-    seen, stale = Pair("rows_told_to_a_warp").run(updates, vectors, fenced=1)
+    updates = -(-UPDATES // (2 * _CTAS * _THREADS * vectors)) + 1
+    seen, stale = Pair("rows_of_a_warp").run(updates, vectors, fenced=1)
     assert seen >= UPDATES and stale == 0, (seen, stale)
 
 
-def test_rows_told_to_a_warp_that_does_not_fence_are_stale() -> None:
-    pair = Pair("rows_told_to_a_warp")
+def test_rows_of_a_warp_without_the_fence_are_stale() -> None:
+    pair = Pair("rows_of_a_warp")
     found = {}
     for attempt in range(_TRIES):
         vectors = (16, 4, 64, 1)[attempt % 4]

@@ -2,8 +2,7 @@
 //
 // Owns the second way back of many rows: the link carries stores faster than loads. Rows land in the dispatch area of the
 // token's rank, which that rank needs no more once its combine has begun; there is no room of their own for them. Some
-// warps of every CTA push, one raises a flag behind every segment of a row, the others add what has come; when all is
-// sent, they all do.
+// warps of every CTA push, a flag behind every segment of a row; the others add what has come.
 #pragma once
 
 #include "combine_bulk.cuh"
@@ -14,87 +13,36 @@ __device__ __forceinline__ u32* pushed_flag(const CombineParams& p, u32 at_rank,
   return flags + (u64(of_rank) * p.max_num_tokens + slot) * MAX_PUSHED_SEGMENTS + segment;
 }
 
-// What the pushing warps of a CTA tell the one that raises flags, in shared memory.
-struct Outbox {
-  static constexpr u32 ROOM = 8, OVER = 1u << 31;
-  u32 finished[MAX_THREADS / 32];  // segments that a warp has pushed; OVER: it pushes no more
-  u32 flagged[MAX_THREADS / 32];   // those whose flags are raised
-  u32 units[MAX_THREADS / 32][ROOM];
-
-  __device__ __forceinline__ void clear() {
-    if (threadIdx.x < MAX_THREADS / 32) finished[threadIdx.x] = flagged[threadIdx.x] = 0;
-  }
-
-  // By all lanes of a pushing warp, behind their stores. The hearer waits for nothing, so there soon is room.
-  __device__ __forceinline__ void put(u32 warp, u32& count, u32 unit) {
-    while (count - hear_count(&flagged[warp]) >= ROOM) {
-    }
-    if (threadIdx.x % 32 == 0) units[warp][count % ROOM] = unit;
-    tell_count(&finished[warp], ++count);
-  }
-};
-
-// The units of one slot and all peers are neighbours, so that every peer's rows come in the order of its tokens.
-struct PushedUnit {
-  u32 segment, slot, to_rank;
-
-  __device__ __forceinline__ PushedUnit(const CombineParams& p, u32 unit) {
-    constexpr u32 PEERS = EP_SIZE > 1 ? EP_SIZE - 1 : 1;
-    const u32 row = unit / p.segments;
-    segment = unit % p.segments;
-    slot = row / PEERS;
-    to_rank = (p.ep_rank + 1 + row % PEERS) % EP_SIZE;
-  }
-};
-
 // Sends a segment of one payload row to the rank whose token it is. `begun`: ranks whose combine is known to have begun.
-// `sent`: whether there was such a row.
+// Units of one slot and all peers are neighbours, so that every peer's rows come in the order of its tokens.
 __device__ __forceinline__ bool push_unit(const CombineParams& p, const Round& round, const ActiveRanks& active,
-                                          RankSet& begun, const PushedUnit& unit, u32 row_bytes, bool& sent) {
-  const u32 rank = unit.to_rank, slot = unit.slot;
-  sent = false;
-  if (!active.has(rank)) return true;
+                                          RankSet& begun, u32 unit, u32 row_bytes) {
+  constexpr u32 PEERS = EP_SIZE > 1 ? EP_SIZE - 1 : 1;
+  const u32 segment = unit % p.segments, row = unit / p.segments;
+  const u32 slot = row / PEERS, src_rank = (p.ep_rank + 1 + row % PEERS) % EP_SIZE;
+  if (src_rank == p.ep_rank || !active.has(src_rank)) return true;
   RowValidity validity;
-  validity.load(p, RowValidity::place(p, rank, slot));
+  validity.load(p, RowValidity::place(p, src_rank, slot));
   if (!validity.of(round, slot)) return true;
-  if (!begun.has(rank)) {
+  if (!begun.has(src_rank)) {
     u32 num_flags;
-    if (!__all_sync(ALL_LANES, check_header(p, round, rank, num_flags))) return false;
-    begun.add(i32(rank));
+    if (!__all_sync(ALL_LANES, check_header(p, round, src_rank, num_flags))) return false;
+    begun.add(i32(src_rank));
   }
   u32 begin, end;
-  segment_of(row_bytes, unit.segment, p.segments, begin, end);
+  segment_of(row_bytes, segment, p.segments, begin, end);
   Destinations there;
 #pragma unroll
   for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) there.ranks[i] = there.slots[i] = -1;
   if (threadIdx.x % 32 == 0) there.ranks[0] = there.slots[0] = 0;
   const u64 most = p.runtime_max_tokens_per_rank;
-  u8* const to = reinterpret_cast<u8*>(p.workspace + rank * p.stride + p.dispatch_offset) +
+  u8* const to = reinterpret_cast<u8*>(p.workspace + src_rank * p.stride + p.dispatch_offset) +
                  (p.ep_rank * most + slot) * row_bytes;
-  copy_row(reinterpret_cast<const u8*>(p.payload) + (rank * most + slot) * row_bytes, begin, end,
+  copy_row(reinterpret_cast<const u8*>(p.payload) + (src_rank * most + slot) * row_bytes, begin, end,
            common_alignment(p.payload | row_bytes), there, [&](i32, i32) { return to; });
-  sent = true;
+  // Partner: await_pushed.
+  release_row(pushed_flag(p, src_rank, p.ep_rank, slot, segment), round.number);
   return true;
-}
-
-// One warp: raises the flags of what the pushing warps have finished, until all are over. Partner: await_pushed.
-__device__ __forceinline__ void raise_flags(const CombineParams& p, const Round& round, Outbox& outbox) {
-  const u32 lane = threadIdx.x % 32;
-  u32 raised = 0;
-  bool over = lane >= p.push_warps;
-  while (!__all_sync(ALL_LANES, over)) {
-    const u32 told = over ? 0 : hear_count(&outbox.finished[lane]);
-    const u32 finished = over ? raised : told & ~Outbox::OVER;
-    if (__any_sync(ALL_LANES, finished != raised)) {
-      release_rows();
-      for (; raised != finished; ++raised) {
-        const PushedUnit unit(p, outbox.units[lane][raised % Outbox::ROOM]);
-        raise_flag(pushed_flag(p, unit.to_rank, p.ep_rank, unit.slot, unit.segment), round.number);
-      }
-      if (!over) asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(&outbox.flagged[lane]), "r"(raised) : "memory");
-    }
-    over = over || (told & Outbox::OVER);
-  }
 }
 
 // Waits for a segment of all rows of a token that other ranks hold. Every lane acquires for its own reads.
@@ -110,10 +58,8 @@ __device__ __forceinline__ bool await_pushed(const CombineParams& p, const Round
 template <u32 TYPE>
 __device__ __forceinline__ void combine_push(const CombineParams& p) {
   __shared__ u32 verdict;
-  __shared__ Outbox outbox;
   if (threadIdx.x == 0) verdict = VERDICT_FINE;
-  outbox.clear();
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, last = blockDim.x / 32 - 1;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 self = warp * gridDim.x + blockIdx.x, step = p.push_warps * gridDim.x;
   const u32 row_bytes = p.row_elements * size_of(TYPE);
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
@@ -131,33 +77,27 @@ __device__ __forceinline__ void combine_push(const CombineParams& p) {
     return;
   }
   bool fine = true;
-  if (warp == last) {
-    if (blockIdx.x == 0) {
-      send_headers(p, round, active, 0);
-      // Our next dispatch asks whether it may write where these rows landed.
-      if (lane == 0) round.state[STATE_PUSHED_ROUND] = round.number;
-    }
-    raise_flags(p, round, outbox);
+  if (blockIdx.x == 0 && warp == blockDim.x / 32 - 1) {
+    send_headers(p, round, active, 0);
+    // Our next dispatch asks whether it may write where these rows landed.
+    if (lane == 0) round.state[STATE_PUSHED_ROUND] = round.number;
     // From every rank, also one that shares no row with us: see send_headers.
-    for (u32 rank = lane; fine && blockIdx.x == 0 && rank < EP_SIZE; rank += 32) {
+    for (u32 rank = lane; fine && rank < EP_SIZE; rank += 32) {
       u32 num_flags;
       if (active.has(rank)) fine = check_header(p, round, rank, num_flags);
     }
     fine = __all_sync(ALL_LANES, fine);
-  } else if (warp < p.push_warps) {
+  }
+  if (warp < p.push_warps && EP_SIZE > 1) {
     RankSet begun;
     begun.clear();
-    u32 count = 0;
     const u32 units = (EP_SIZE - 1) * p.runtime_max_tokens_per_rank * p.segments;
     for (u32 unit = self; fine && unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(STAGE_CLAIMS, round.parity), 1);
-      bool sent;
-      fine = push_unit(p, round, active, begun, PushedUnit(p, unit), row_bytes, sent);
-      if (sent) outbox.put(warp, count, unit);
+      fine = push_unit(p, round, active, begun, unit, row_bytes);
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
-    tell_count(&outbox.finished[warp], count | Outbox::OVER);
   }
   const u32 units = p.num_tokens * p.segments;
   u32* const claims = round.counter(COMBINE_CLAIMS, round.parity);

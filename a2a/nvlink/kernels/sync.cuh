@@ -252,18 +252,13 @@ __device__ __forceinline__ void release_rows() { asm volatile("fence.acq_rel.sys
 
 __device__ __forceinline__ void raise_flag(u32* to, u32 round) { store_relaxed(to, round); }
 
-// A count of what a warp has finished, from one warp of a CTA to another. Said by lane 0 behind __syncwarp, it releases what
-// all lanes wrote; a fence of the hearer is cumulative over that, so a flag that the hearer raises behind release_rows
-// publishes it. The warp that writes rows never waits for a fence: it would keep the link idle.
-__device__ __forceinline__ void tell_count(u32* count, u32 value) {
+// The same for what one warp wrote: __syncwarp orders the lanes' stores before lane 0's fence.
+__device__ __forceinline__ void release_row(u32* flag, u32 round) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ u32 hear_count(const u32* count) {
-  u32 value;
-  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
-  return value;
+  if (threadIdx.x % 32 == 0) {
+    release_rows();
+    raise_flag(flag, round);
+  }
 }
 
 // The acquire half. The load that sees the flag is an acquire itself: the rows are visible to the calling thread

@@ -27,8 +27,6 @@ INSTRUCTIONS: Final = {
     r"ld\.(relaxed|acquire)\.(sys|gpu)\.global\.u64": _ATOMIC_LOAD.replace("{type}", "u64"),
     r"ld\.relaxed\.gpu\.global\.v4\.u32": _FOUR,
     r"ld\.relaxed\.sys\.global\.v2\.u64": "emulated::LOAD_TWO(%2, %0, %1);",
-    r"ld\.acquire\.cta\.u32": _ATOMIC_LOAD.replace("{type}", "u32"),
-    r"st\.release\.cta\.u32": _ATOMIC_STORE.replace("{type}", "u32"),
     r"st\.relaxed\.(sys|gpu)\.global\.u32": _ATOMIC_STORE.replace("{type}", "u32"),
     r"st\.relaxed\.(sys|gpu)\.global\.u64": _ATOMIC_STORE.replace("{type}", "u64"),
     # The lane with a line's tag goes last: lanes come out of a collective in any order, and a GPU shows a line whole.
