@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 HOST: Final = ROOT / "tests/bench/results/host_2core.json"
 GPU: Final = ROOT / "tests/gpu/results"
 TOKEN, COMPACT = "h200x2_bf16_token_graph.json", "h200x2_bf16_compact_graph.json"
-LARGEST: Final = "h200x2_bf16_token_graph_8192.json"
+LARGEST: Final = "h200x2_bf16_token_graph_large.json"
 
 
 def main() -> None:

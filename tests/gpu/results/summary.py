@@ -30,9 +30,10 @@ dispatches and nothing else. Physical GB/s count what leaves a
 rank. "of a copy" is the time of plain copies of the same bytes between the GPUs, taken in the same run, as a share of
 a2a's.
 
-A "+" behind a commit: the copy that was measured held other files than that commit. These runs' files were those of
-commit 9edf25f; the launch shapes were the table that `a2a tune` had just made (now configs/tuning/sm_90.toml) for
-h200x2_bf16_token_graph and h200x2_formats_token_graph, and the one before it for the others.
+A "+" behind a commit: the copy that was measured held other files than that commit; those of 3470899+ were the files of
+commit 9edf25f. The launch shapes were a table that `a2a tune` had just made for h200x2_bf16_token_graph,
+h200x2_formats_token_graph and h200x2_bf16_token_graph_large, and the shipped one for the others. Ranks start a graph a
+little apart, which 20 rounds a graph show more than 100.
 """
 
 
