@@ -7,6 +7,7 @@ those marked `alone` time something or run long on the device, and come after th
     --logs DIR      one log per process (default: a temporary directory)
     --limit-s S     of either part (default 480)
     -k EXPRESSION   as pytest's
+    --launchers L,L torchrun, mpirun: last, the contract suite once more, a rank per GPU under each
     PATH ...        of tests (default: tests/gpu tests/contract)
 
 Processes share the cores and take turns at which GPU comes first.
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--limit-s", type=float, default=480.0)
     parser.add_argument("-k", default="")
+    parser.add_argument("--launchers", type=lambda text: text.split(","), default=[])
     parser.add_argument("paths", nargs="*", default=PATHS)
     options = parser.parse_args(arguments)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="a2a-gpu-"))
@@ -55,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = time.monotonic()
         codes += _run({"alone": alone}, logs, options.limit_s)
         print(f"{len(alone)} tests alone: {time.monotonic() - start:.0f} s", flush=True)
+    for launcher in options.launchers:
+        start = time.monotonic()
+        codes.append(_launch(launcher, max(2, torch.cuda.device_count()), logs, options.limit_s))
+        print(f"the contract under {launcher}: {time.monotonic() - start:.0f} s", flush=True)
     for log in sorted(logs.glob("*.log")):
         _tell(log)
     return 0 if not any(codes) else 1
@@ -89,6 +95,27 @@ def _run(shards: dict[str, list[str]], logs: Path, limit_s: float) -> list[int]:
             codes.append(_end(each))
             print(f"ended after {limit_s:.0f} s: see its log", flush=True)
     return codes
+
+
+def _launch(launcher: str, ranks: int, logs: Path, limit_s: float) -> int:
+    """The contract suite on GPUs with every rank a process of a launcher's job."""
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "nvlink", "tests/contract"]
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *pytest]
+    elif launcher == "mpirun":
+        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+        # Open MPI alone minds who starts it.
+        root = ["--allow-run-as-root"] if "Open MPI" in version and os.geteuid() == 0 else []
+        command = ["mpirun", *root, "-n", str(ranks), sys.executable, *pytest, "--with-mpi"]
+    else:
+        raise SystemExit(f"--launchers: {launcher!r} is neither torchrun nor mpirun")
+    with (logs / f"{launcher}.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            return _end(process) or 1
 
 
 def _share(number: int, count: int) -> dict[str, str]:
