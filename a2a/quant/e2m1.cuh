@@ -10,3 +10,15 @@ __device__ __forceinline__ u32 e2m1_encode(float value) {
                    u32(a > 5.0f);
   return code | __float_as_uint(value) >> 31 << 3;
 }
+
+// Words of COUNT values times a factor, all zero where `kept` is not set.
+template <u32 COUNT>
+__device__ __forceinline__ void e2m1_encode_scaled(const float* x, float factor, bool kept, u32* words) {
+#pragma unroll
+  for (u32 word = 0; word < COUNT / 8; ++word) {
+    words[word] = 0;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i)
+      words[word] |= (kept ? e2m1_encode(__fmul_rn(x[word * 8 + i], factor)) : 0) << (4 * i);
+  }
+}

@@ -20,12 +20,6 @@ struct Nvfp4 {
   // COUNT elements of the block as words of the wire.
   template <u32 COUNT>
   __device__ __forceinline__ void encode(const float* x, u32* words) const {
-#pragma unroll
-    for (u32 word = 0; word < COUNT / 8; ++word) {
-      words[word] = 0;
-#pragma unroll
-      for (u32 i = 0; i < 8; ++i)
-        words[word] |= (byte ? e2m1_encode(__fmul_rn(x[word * 8 + i], factor)) : 0) << (4 * i);
-    }
+    e2m1_encode_scaled<COUNT>(x, factor, byte != 0, words);
   }
 };
