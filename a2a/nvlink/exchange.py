@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from a2a.config import LOW_PRECISION_BLOCK, MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
+from a2a.config import MAX_PAYLOADS, ExchangeConfig, low_precision_bytes_per_token
 from a2a.errors import ShapeError
 from a2a.layout import ALIGNMENT, WorkspaceLayout
 from a2a.nvlink.compile import compile_kernel
@@ -42,7 +42,7 @@ from a2a.nvlink.params import (
 from a2a.nvlink.quantize_rows import FORMATS, row_quantizer
 from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
-from a2a.quant import quantize_blocks, swizzle_scales
+from a2a.quant import swizzle_scales
 from a2a.transport import CombineCall, DispatchCall
 
 _TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -294,18 +294,22 @@ class Exchange:
             widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
             kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
         stream = self._enter(call.stream)
-        if quantizes:
-            with torch.cuda.stream(stream):
-                payload = _wire_rows(payload)
-        elif point.regime == "push" and self._in_dispatch_area(payload, call.context):
-            # Peers push their rows there while ours are still being read.
-            with torch.cuda.stream(stream):
-                payload = self._staged(payload, call.context)
-        params = kernel.parameters
-        row_bytes = payload.shape[2] * payload.dtype.itemsize
-        staged = quantizes or not call.payload_in_workspace
+        row_bytes = low_precision_bytes_per_token(width) if quantizes else width * payload.dtype.itemsize
         offset = self._layout.combine_offset(row_bytes, call.context)
-        shape = (call.num_tokens, most, width, row_bytes, offset, staged, quantizes, output.dtype)
+        if quantizes and self._meets(payload, offset, payload.shape[0] * most * row_bytes):
+            # Rows of the wire are made there, and are narrower.
+            with torch.cuda.stream(stream):
+                payload = payload.clone()
+        elif point.regime == "push":
+            area = self._layout.region("dispatch", call.context)
+            if self._meets(payload, area.offset_bytes, area.num_bytes):
+                # Peers push their rows there while ours are still being read.
+                with torch.cuda.stream(stream):
+                    payload = self._staged(payload, call.context)
+        params = kernel.parameters
+        staged = quantizes or not call.payload_in_workspace
+        made_of = _TYPES[payload.dtype] if quantizes else None
+        shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype)
         prepared = (call.context, call.num_sms, shape)
         if kernel.prepared != prepared:
             kernel.prepared = None
@@ -313,6 +317,7 @@ class Exchange:
             params.combine_offset = offset
             params.row_pitch = row_bytes
             params.scaled = int(quantizes)
+            params.payload_type = 0 if made_of is None else OUTPUT_TYPES.index(made_of)
             params.num_tokens = call.num_tokens
             params.runtime_max_tokens_per_rank = most
             params.row_elements = width
@@ -327,7 +332,7 @@ class Exchange:
                 self._bulk_shape(kernel, point, call.num_tokens, row_bytes, call.num_sms)
             kernel.prepared = prepared
         pdl = self._pdl(call.enable_pdl, point)
-        # A pushed payload of the caller's is looked at each time: it may lie in the dispatch area.
+        # Where the payload lies is looked at each time that it matters.
         if not quantizes and (point.regime != "push" or call.payload_in_workspace):
             self._keep(key, _Launch(kernel, kernel.prepared, pdl, top_k, row_bytes, offset))
         self._launch_combine(kernel, call, payload, output, stream, pdl)
@@ -342,10 +347,10 @@ class Exchange:
         if call.stream is not None:
             self._used_on(stream, [payload, output])
 
-    def _in_dispatch_area(self, payload: Tensor, context: int) -> bool:
-        area = self._layout.region("dispatch", context)
-        start = payload.data_ptr() - self.workspace.data_ptr() - self.ep_rank * self.workspace.stride(0)
-        return start < area.end_bytes and start + payload.numel() * payload.element_size() > area.offset_bytes
+    def _meets(self, payload: Tensor, offset_bytes: int, num_bytes: int) -> bool:
+        """Whether any of the payload lies in those bytes of this rank's workspace."""
+        start = payload.data_ptr() - self.workspace.data_ptr() - self.ep_rank * self.workspace.stride(0) - offset_bytes
+        return start < num_bytes and start + payload.numel() * payload.element_size() > 0
 
     def _staged(self, payload: Tensor, context: int) -> Tensor:
         """The payload copied to the combine area, where nobody writes."""
@@ -594,16 +599,6 @@ class Exchange:
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
-
-
-def _wire_rows(payload: Tensor) -> Tensor:
-    """uint8 `[ep, R, low_precision_bytes_per_token(H)]` of `[ep, R, H]`: e4m3, padding, then the scales of each row."""
-    ep, most, width = payload.shape
-    data, scales = quantize_blocks(payload.view(ep * most, width), LOW_PRECISION_BLOCK)
-    rows = payload.new_empty((ep * most, low_precision_bytes_per_token(width)), dtype=torch.uint8)
-    rows[:, :width] = data.view(torch.uint8)
-    rows[:, rows.shape[1] - 4 * scales.shape[1] :] = scales.view(torch.uint8)
-    return rows.view(ep, most, -1)
 
 
 def _shared_bytes(num_bytes: int, fused: bool) -> int:

@@ -225,7 +225,7 @@ class CombineParams(ctypes.Structure):
         ("row_pitch", ctypes.c_uint32),  # bytes from one row to the next; combine_bulk_e4m3
         ("scaled", ctypes.c_uint32),  # 1 if rows carry a scale per 128 elements; combine_bulk_e4m3
         ("push_warps", ctypes.c_uint32),  # warps of a CTA that send rows before they add; combine_push
-        ("pad", ctypes.c_uint32),
+        ("payload_type", ctypes.c_uint32),  # scaled: index into OUTPUT_TYPES of the rows that become e4m3 when staged
     )
 
 

@@ -167,6 +167,8 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, adders = blockDim.x / 32 - 1;
   const u32 self = warp * gridDim.x + blockIdx.x, step = adders * gridDim.x;
   const u32 row_bytes = TYPE == TYPE_E4M3 ? p.row_pitch : p.row_elements * size_of(TYPE);
+  // Rows of the wire are made here, ours too, which other CTAs then read.
+  const bool makes = TYPE == TYPE_E4M3 && p.staged && p.scaled;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
   touch(p);
   __syncthreads();
@@ -194,7 +196,8 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       for (u32 unit = self; unit < units;) {
         u32 next = 0;
         if (lane == 0) next = step + atomicAdd(round.counter(STAGE_CLAIMS, round.parity), 1);
-        stage_unit(p, round, active, unit, row_bytes);
+        if (makes) stage_e4m3_unit(p, round, active, unit);
+        else stage_unit(p, round, active, unit, row_bytes);
         unit = __shfl_sync(ALL_LANES, next, 0);
       }
     }
@@ -202,7 +205,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
     if (warp == adders) {
       release_rows();
       for (u32 rank = lane; rank < EP_SIZE; rank += 32)
-        if (rank != p.ep_rank && active.has(rank))
+        if ((rank != p.ep_rank || makes) && active.has(rank))
           raise_flag(reinterpret_cast<u32*>(p.workspace + rank * p.stride + p.combine_flags_offset) +
                          u64(round.parity * EP_SIZE + p.ep_rank) * MAX_CTAS + blockIdx.x,
                      round.number);
@@ -217,7 +220,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
     if (!active.has(rank)) continue;
     u32 num_flags = 0;
     bool fine = check_header(p, round, rank, num_flags);
-    if (rank != p.ep_rank) {
+    if (rank != p.ep_rank || makes) {
       const u32* const flags = reinterpret_cast<const u32*>(mine + p.combine_flags_offset) +
                                u64(round.parity * EP_SIZE + rank) * MAX_CTAS;
       for (u32 i = lane; fine && i < num_flags; i += 32) fine = await_flag(round, flags + i, rank);
@@ -229,8 +232,9 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(COMBINE_CLAIMS, round.parity), 1);
       if constexpr (TYPE == TYPE_E4M3) {
-        if (common_alignment(p.payload | row_bytes) >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit);
-        else sum_e4m3_unit<1>(p, unit);
+        const u32 alignment = common_alignment(makes ? row_bytes : p.payload | row_bytes);
+        if (alignment >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit, makes);
+        else sum_e4m3_unit<1>(p, unit, makes);
       } else {
         if (unit != self) holders.load(p, unit / p.segments);
         sum_unit<TYPE, false>(p, holders, unit, row_bytes);

@@ -16,7 +16,7 @@ from kernel_emulator import COMPILER, EmulatedModule
 from torch import Tensor
 
 from a2a import reference
-from a2a.config import ExchangeConfig
+from a2a.config import ExchangeConfig, low_precision_bytes_per_token
 from a2a.layout import ALIGNMENT, WorkspaceLayout, align
 from a2a.nvlink import params
 from a2a.quant import wire_format
@@ -292,6 +292,39 @@ def test_rounds_equal_the_oracle(modules: Modules, shape: str, regime: str) -> N
     ranks = Ranks(modules, case, regime, columns=1 if crowded else 2, rows=1 if crowded else 2)
     for seed in range(1 if crowded else 3):
         ranks.play(draw(case, seed), staged=seed % 2 == 0, segments=1 + seed)
+
+
+@pytest.mark.parametrize("dtype", _TYPES)
+@pytest.mark.parametrize("hidden", [7, 128, 300, 520])
+def test_rows_of_the_e4m3_wire_are_made_in_combine(modules: Modules, hidden: int, dtype: torch.dtype) -> None:
+    """Of rows that lie anywhere, with blocks of zeros, infinities and numbers that are none."""
+    case = Case(ep_size=3, row_order="token" if hidden % 2 else "compact", hidden_size=hidden, dtype=dtype)
+    ranks = Ranks(modules, case, "bulk")
+    for seed in range(3):
+        round = draw(case, seed)
+        most, ids = round.runtime_max_tokens_per_rank, [each.topk_ids for each in round.inputs]
+        structs, inputs = ranks.dispatch_params(round, 1)
+        receipts = reference.dispatch(inputs, case.placed(), most, row_order=case.row_order)
+        ranks.launch("dispatch", structs)
+        rows = [ranks.expert_rows(receipt) * 3.0 ** (seed - 1) for receipt in receipts]
+        for each in rows:
+            each[:, :, hidden // 2 :][each[:, :, hidden // 2 :].abs() < 0.2] = 0.0
+            each[0, 0, -1], each[-1, -1, 0] = float("inf"), float("nan")
+        # Neither the rows nor the outputs start where an allocator would let them.
+        shift = seed * 3
+        rows = [torch.cat([each.new_zeros(shift), each.flatten()])[shift:].view(each.shape) for each in rows]
+        told, outputs = ranks.combine_params(rows, [len(each) for each in ids], True, 1 + seed)
+        for fields in told:
+            fields.scaled, fields.payload_type, fields.output_type = 1, _TYPES.index(dtype), 0
+            fields.row_pitch = low_precision_bytes_per_token(hidden)
+        outputs = [torch.zeros(each.shape, dtype=torch.bfloat16) for each in outputs]
+        for fields, output in zip(told, outputs, strict=True):
+            fields.output = output.data_ptr()
+        ranks.combines.launch("combine_bulk_e4m3", told, (2, 1), 96)
+        sums = reference.combine(ids, rows, case.placed(), row_order=case.row_order, low_precision=True)
+        for rank, output in enumerate(outputs):
+            assert not ranks.words[rank].recorded, ranks.facts(rank)
+            assert_equal(f"rank {rank}: output", output, sums[rank])
 
 
 @pytest.mark.parametrize("row_order", ["token", "compact"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from a2a.config import ExchangeConfig
+from a2a.config import ExchangeConfig, low_precision_bytes_per_token
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink import params
 from a2a.nvlink.tuning import Point, find_tuning
@@ -224,11 +224,6 @@ def combine_call(draw: random.Random, after: DispatchCall, likes: dict[object, o
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from a2a.nvlink import exchange as module
-
-    # Rows of the e4m3 wire are made anew for each call; here at one address, so that launches can be compared.
-    wire = torch.zeros((2, 600, 300), dtype=torch.uint8)
-    monkeypatch.setattr(module, "_wire_rows", lambda payload: wire[:, : payload.shape[1], : payload.shape[2] + 8])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     draw = random.Random(seed)
     used, seen = exchange()
@@ -262,10 +257,7 @@ def test_sums_are_quantized_by_one_launch(
     name: str, columns: int, low_precision: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Straight into the caller's output and scales, by a kernel that was there before."""
-    from a2a.nvlink import exchange as module
-
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(module, "_wire_rows", lambda payload: BLOCKS.view(torch.uint8)[:, : payload.shape[1], :272])
     used, seen = exchange()
     told: list[tuple[Any, ...]] = []
     used._quantizers = {name: SimpleNamespace(quantize_into=lambda *what: told.append(what))}
@@ -349,6 +341,23 @@ def test_a_payload_where_rows_would_land_is_moved_first(monkeypatch: pytest.Monk
         assert torch.equal(views["combine"], views["dispatch"])
     used.combine(call)
     assert seen[-1][3]["payload"] == BLOCKS.data_ptr()
+
+
+@pytest.mark.parametrize("in_workspace", [False, True])
+def test_rows_of_the_wire_are_made_by_combine_itself(in_workspace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the caller's own rows, or from a copy where the wire's rows come to lie on them."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    used, seen = exchange()
+    call = _large_combine(low_precision=True, payload_in_workspace=in_workspace)
+    if in_workspace:
+        start = LAYOUT.region("combine", call.context).offset_bytes
+        area = WORKSPACE[1, start : start + BLOCKS.numel() * 2].view(torch.bfloat16).view(BLOCKS.shape)
+        call = call._replace(payload=area)
+    used.combine(call)
+    ((name, _, _, fields),) = seen
+    assert name == "bulk" and fields["staged"] == fields["scaled"] == 1
+    assert fields["row_pitch"] == low_precision_bytes_per_token(256) and fields["row_elements"] == 256
+    assert (fields["payload"] == call.payload.data_ptr()) != in_workspace
 
 
 def _covers_a_row(name: str, shape: Any, pdl: bool, fields: dict[str, Any]) -> bool:
