@@ -207,10 +207,8 @@ def moe_a2a_combine(
         None, but with an `output_scalar_scale` that is a tensor on the CPU.
 
     Where several ranks of a process share a GPU, a rank's call must not wait there for kernels that wait for ranks yet
-    to be called. Two things of torch's may: its allocator, when it has to give memory back to make room for an `output`
-    that is not given, for sums that are quantised or for low-precision rows; and with `use_low_precision` and a payload
-    that is not e4m3 yet, the first use of the operators that make it so, where ranks differ in dtype or in the
-    alignment of their payloads.
+    to be called. Torch's allocator may, when it has to give memory back to make room for an `output` that is not given,
+    for sums that are quantised, or for the copy of a payload in the workspace that `use_low_precision` needs.
 
     Raises:
         ShapeError (a ValueError): a bad `output`, before any kernel is compiled. Others as `moe_a2a_dispatch`.

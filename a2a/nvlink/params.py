@@ -49,7 +49,8 @@ Kernels, one module per phase; entry points
     combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3},
                   combine_push_{bf16,fp16,fp32}                                      (CombineParams)
     the suffix being the type of the payload; the output type is the field output_type. e4m3: rows of
-    low_precision_bytes_per_token, or plain e4m3 rows, row_pitch apart.
+    low_precision_bytes_per_token, which a launch that stages makes of rows of payload_type, or plain e4m3 rows;
+    row_pitch apart.
 
 Launch rules
     block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS; small launches that do not quantise: MAX_SMALL_THREADS.
