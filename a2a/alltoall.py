@@ -338,7 +338,10 @@ class RoundContext:
                 )
                 _keep(self._token_plans, key, plan)
             tokens = plan.tokens
-            sent_ids = topk_ids if topk_ids.dtype == torch.int32 else _narrow_ids(topk_ids)
+            sent_ids = topk_ids
+            if topk_ids.dtype != torch.int32:
+                with self._on(stream):
+                    sent_ids = _narrow_ids(topk_ids)
             if tokens.wire.scales_dtype is None:
                 rows: tuple[Tensor | None, ...] = (hidden_states, sent_ids, topk_weights)
             else:
@@ -357,7 +360,9 @@ class RoundContext:
         if received.scales is None or scale_layout is ScaleLayout.LINEAR:
             return received
         scales = received.scales
-        return dataclasses.replace(received, scales=swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout))
+        with self._on(stream):
+            arranged = swizzle_scales(scales.reshape(-1, scales.shape[-1]), scale_layout)
+        return dataclasses.replace(received, scales=arranged)
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -374,14 +379,17 @@ class RoundContext:
         if this is None or self._state != _DISPATCHED or shared.closed or shared.released:
             self._require("get_combine_payload_tensor_in_workspace", _DISPATCHED)
             this = self._last_round("combine")
-        if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
+        if type(runtime_max_tokens_per_rank) is not int or (
+            runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
+        ):
             self._refuse_rows(runtime_max_tokens_per_rank, this)
         offset = shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
-        key = ("combine payload", offset, runtime_max_tokens_per_rank, hidden_size, dtype)
+        key = ("combine payload", offset, runtime_max_tokens_per_rank, type(hidden_size), hidden_size, dtype)
         view = self._views.get(key)
-        if view is None:
+        # One that was written to with a gradient has a history, which would grow from round to round.
+        if view is None or view.requires_grad:
             shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
-            view = self._remember(key, self._view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
+            view = self._remember(key, self._made_view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
         return view
 
     def combine(
@@ -439,7 +447,9 @@ class RoundContext:
         try:
             if active_rank_mask is not None:
                 self._set_mask(active_rank_mask)
-            if runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank:
+            if type(runtime_max_tokens_per_rank) is not int or (
+                runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
+            ):
                 self._refuse_rows(runtime_max_tokens_per_rank, this)
             low_precision = bool(use_low_precision)
             if (
@@ -449,15 +459,18 @@ class RoundContext:
                 and output_scalar_scale == 1.0
                 and sf_layout is ScaleLayout.LINEAR
             ):
-                key = (this, low_precision, look(payload, output))
+                seen = look(payload, output)
+                key = None if seen is None else (this, low_precision, seen)
             else:
-                # The contents of a scale become part of the plan, unlike those of other tensors.
-                scalar = object() if isinstance(output_scalar_scale, Tensor) else output_scalar_scale
-                key = (this, low_precision, look(payload, output, output_dtype, output_scales, scalar, sf_layout))
+                # A plan with a scale is for one call: the scale is a tensor, which a graph may need longer than we do.
+                has_scale = type(output_scalar_scale) is not float or output_scalar_scale != 1.0
+                seen = None if has_scale else look(payload, output, output_dtype, output_scales, sf_layout)
+                key = None if seen is None else (this, low_precision, seen)
             plan = self._combine_plans.get(key)
             if plan is None:
                 given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)
-                plan = self._plan_combine(payload, this, *given, low_precision)
+                with self._on(stream):
+                    plan = self._plan_combine(payload, this, *given, low_precision)
                 _keep(self._combine_plans, key, plan)
             blocks = payload
             if payload.stride() != plan.strides:
@@ -771,7 +784,11 @@ class RoundContext:
         strides = (this.runtime_max_tokens_per_rank * width, width, 1)
         return _CombinePlan(quantize, width * payload.dtype.itemsize, strides, out_width, out_dtype)
 
-    def _refuse_rows(self, runtime_max_tokens_per_rank: int, this: _Round) -> None:
+    def _refuse_rows(self, runtime_max_tokens_per_rank: Any, this: _Round) -> None:
+        """Unless it is that of the dispatch after all, as an integer of a type of its own."""
+        is_integer = isinstance(runtime_max_tokens_per_rank, int) and not isinstance(runtime_max_tokens_per_rank, bool)
+        if is_integer and int(runtime_max_tokens_per_rank) == this.runtime_max_tokens_per_rank:
+            return
         raise ShapeError(
             what="runtime_max_tokens_per_rank",
             got=runtime_max_tokens_per_rank,
@@ -837,19 +854,31 @@ class RoundContext:
         key = (name, shape)
         view = self._views.get(key)
         if view is None:
-            flat = self._region(name).view(torch.int32)[: math.prod(shape)]
-            view = self._remember(key, flat.view(shape))
+            with _plain_tensors():
+                flat = self._region(name).view(torch.int32)[: math.prod(shape)]
+                view = self._remember(key, flat.view(shape))
         return view
 
     def _view(self, offset_bytes: int, most: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         key = (offset_bytes, most, row_shape, dtype)
         view = self._views.get(key)
-        if view is None:
-            ep = self.ep_size
-            num_bytes = ep * most * dtype.itemsize * math.prod(row_shape)
+        return self._remember(key, self._made_view(*key)) if view is None else view
+
+    def _made_view(self, offset_bytes: int, most: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = self.ep_size * most * dtype.itemsize * math.prod(row_shape)
+        with _plain_tensors():
             raw = self._shared.transport.workspace[self.ep_rank, offset_bytes : offset_bytes + num_bytes]
-            view = self._remember(key, raw.view(dtype).view(ep, most, *row_shape))
-        return view
+            return raw.view(dtype).view(self.ep_size, most, *row_shape)
+
+    def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within it, what torch enqueues goes where the launch will."""
+        device = self._shared.transport.workspace.device
+        if stream is None or device.type != "cuda":
+            return contextlib.nullcontext()
+        if isinstance(stream, int):
+            stream = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+        on: contextlib.AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return on
 
     def _forget_views(self) -> None:
         self._address = None
@@ -970,7 +999,9 @@ class MoeAlltoAll(RoundContext):
             problem = error
         config = agree(self._comm, config, problem, {"transport": transport})
         self._choice = choose(transport, config, self._comm)
-        super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
+        with _plain_tensors():
+            shared = self._build(config, startup_timeout_s, timeout_s)
+        super().__init__(shared, 0)
         self._others = self._more_contexts(1)
         self._at_close: list[Callable[[], None]] = []
 
@@ -1132,7 +1163,8 @@ class MoeAlltoAll(RoundContext):
                 got=(ranks.Get_rank(), ranks.Get_size()),
                 wanted=f"those of the object, {self.ep_rank} and {self.ep_size}",
             )
-        shared.transport.restore(ranks, timeout_s=budget_s)
+        with _plain_tensors():
+            shared.transport.restore(ranks, timeout_s=budget_s)
         self._comm = ranks
         shared.released = False
         for context in self.contexts:
@@ -1214,10 +1246,19 @@ class MoeAlltoAll(RoundContext):
 
 
 def _keep(kept: dict[Hashable, _Kept], key: Hashable, made: _Kept) -> None:
-    """Remember what was made for a round like this one; the last few of them."""
+    """Remember what was made for a round like this one, if any is like it; the last few of them."""
+    if key is None:
+        return
     if len(kept) >= _MAX_KEPT:
         kept.clear()
     kept[key] = made
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """For tensors that are kept: their next user may not be in the inference or no-grad mode of this one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _narrow_ids(ids: Tensor) -> Tensor:

@@ -443,19 +443,20 @@ class Arguments:
             )
         scale: Tensor | None = None
         if wire.needs_global_scale:
-            scale = (
-                torch.as_tensor(output_scalar_scale, dtype=torch.float32, device=payload.device)
-                if scalar_given
-                else self.unit_scale
-            )
+            scale = self.unit_scale
+            if isinstance(output_scalar_scale, Tensor):
+                scale = output_scalar_scale.to(dtype=torch.float32, device=payload.device)
+            elif scalar_given:
+                # Written by a kernel, unlike a copy from the host, so that a capture holds it.
+                scale = torch.full((), output_scalar_scale, dtype=torch.float32, device=payload.device)
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
 
 
-def look(*arguments: Any) -> tuple[Hashable, ...]:
-    """All that a check asks of arguments, the contents of tensors apart.
+def look(*arguments: Any) -> tuple[Hashable, ...] | None:
+    """All that a check asks of arguments, the contents of tensors apart; None where one is like nothing else.
 
     Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
-    value its type and itself (1 is not True is not 1.0), anything else is like nothing else.
+    value its type and itself (1 is not True is not 1.0).
     """
     # One flat list, as making and hashing a tuple for each costs more than what is in it. The first entry of an
     # argument (None, a shape, a type or an object) says how many it has, so that other arguments never make this list.
@@ -473,7 +474,7 @@ def look(*arguments: Any) -> tuple[Hashable, ...]:
         elif kind in _PLAIN:
             seen += (kind, each)
         else:
-            seen.append(object())
+            return None
     return tuple(seen)
 
 

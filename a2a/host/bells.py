@@ -47,12 +47,12 @@ class Active:
 
     def __init__(self, ranks: Sequence[int], rank: int, ep_size: int) -> None:
         self.ranks = tuple(ranks)
-        self.takes_part = torch.zeros(ep_size, dtype=torch.uint8)
+        self.takes_part = torch.zeros(ep_size, dtype=torch.uint8, device="cpu")
         self.takes_part[list(ranks)] = 1
         self.peers = tuple(each for each in ranks if each != rank)
         bits = sum(1 << each for each in ranks)
         self.mask = struct.unpack(f"<{MASK_WORDS}q", bits.to_bytes(8 * MASK_WORDS, "little"))
-        self._table = torch.tensor(self.peers, dtype=torch.int64)
+        self._table = torch.tensor(self.peers, dtype=torch.int64, device="cpu")
         self.peers_at = self._table.data_ptr()
 
     @staticmethod
@@ -71,7 +71,7 @@ class Said:
     """
 
     def __init__(self, words: Sequence[int]) -> None:
-        self._words = torch.tensor(words, dtype=torch.int64)
+        self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
         self.body = self._words.numpy().tobytes()
         self.num_words = len(words)
         self.words_at = self._words.data_ptr()

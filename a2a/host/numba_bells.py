@@ -303,4 +303,4 @@ class SharedBells(Bells):
 def _timespec(seconds: float) -> Tensor:
     """Seconds and nanoseconds, as the kernel takes them on 64-bit machines."""
     whole = int(seconds)
-    return torch.tensor([whole, int((seconds - whole) * 1e9)], dtype=torch.int64)
+    return torch.tensor([whole, int((seconds - whole) * 1e9)], dtype=torch.int64, device="cpu")

@@ -37,11 +37,12 @@ class TorchLoops(Loops):
         known &= active[ranks] != 0
         # Column ep collects the picks that go nowhere.
         ranks = torch.where(known, ranks, ep)
-        hits = torch.zeros((n, ep + 1), dtype=torch.bool).scatter_(1, ranks, True)[:, :ep]
-        places = hits.cumsum(0) - 1 if compact else torch.arange(n)[:, None]
+        hits = torch.zeros((n, ep + 1), dtype=torch.bool, device="cpu").scatter_(1, ranks, True)[:, :ep]
+        places = hits.cumsum(0) - 1 if compact else torch.arange(n, device="cpu")[:, None]
         slots.copy_(torch.where(hits, places, -1))
-        order = torch.arange(k).expand(n, k)
-        first = torch.full((n, ep + 1), k).scatter_reduce_(1, ranks, order, "amin").gather(1, ranks) == order
+        order = torch.arange(k, device="cpu").expand(n, k)
+        first = torch.full((n, ep + 1), k, device="cpu").scatter_reduce_(1, ranks, order, "amin")
+        first = first.gather(1, ranks) == order
         first &= known
         targets, indices = (each.view(-1)[: n * k].view(n, k) for each in (targets, indices))
         targets.copy_(torch.where(first, ranks, -1))
@@ -78,7 +79,7 @@ class TorchLoops(Loops):
 
     def fill_padded(self, area: Tensor, counts: Tensor, valid: Tensor | None, value: int) -> None:
         if valid is None:
-            valid = torch.arange(area.shape[1]) < counts[:, None]
+            valid = torch.arange(area.shape[1], device="cpu") < counts[:, None]
         area.masked_fill_((valid == 0)[..., None], value)
 
     def sum_rows(self, words: Tensor, start: int, stride: int, slots: Tensor, output: Tensor) -> None:
@@ -88,7 +89,7 @@ class TorchLoops(Loops):
         rows = max(1, _CHUNK_ELEMENTS // width)
         for first in range(0, num_tokens, rows):
             stop = min(first + rows, num_tokens)
-            total = torch.zeros((stop - first, width), dtype=torch.float32)
+            total = torch.zeros((stop - first, width), dtype=torch.float32, device="cpu")
             for rank in range(slots.shape[1]):
                 offset = start + rank * stride
                 taken = slots[first:stop, rank]

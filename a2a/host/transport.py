@@ -238,7 +238,10 @@ class HostTransport(Transport):
         tables, num_tokens = self._tables[call.context], call.topk_ids.shape[0]
         slots = self._slots.get(call.context)
         if slots is None or slots.shape[0] != num_tokens:
-            slots = self._slots[call.context] = torch.empty((num_tokens, self._config.ep_size), dtype=torch.int32)
+            # Kept, and not to be what a user's mode or default device would make of it.
+            with torch.inference_mode(False):
+                slots = torch.empty((num_tokens, self._config.ep_size), dtype=torch.int32, device="cpu")
+            self._slots[call.context] = slots
         self._loops.route(
             call.topk_ids,
             self._placement.table,
@@ -258,7 +261,7 @@ class HostTransport(Transport):
             tables.statistics_there[active.takes_part != 0] = call.eplb_local_stats
         if tables.valid_there is not None:
             most = call.runtime_max_tokens_per_rank
-            valid = torch.zeros((self._config.ep_size, most), dtype=torch.uint8)
+            valid = torch.zeros((self._config.ep_size, most), dtype=torch.uint8, device="cpu")
             valid[:, : slots.shape[0]] = (slots >= 0).T
             tables.valid_there[active.takes_part != 0, :most] = valid[active.takes_part != 0]
         if active is not self._everyone:
@@ -309,7 +312,7 @@ class HostTransport(Transport):
         sums = call.output
         if call.output_quantize is not None:
             dtype = torch.bfloat16 if call.low_precision else call.payload.dtype
-            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype)
+            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device="cpu")
         if call.low_precision:
             self._sum_low_precision(call, slots, sums)
         else:
@@ -353,7 +356,7 @@ class HostTransport(Transport):
         tables = self._tables[call.context]
         if tables.valid is not None:
             valid = tables.valid[:, : call.runtime_max_tokens_per_rank] != 0
-            ends = (valid * torch.arange(1, valid.shape[1] + 1)).amax(1).tolist()
+            ends = (valid * torch.arange(1, valid.shape[1] + 1, device="cpu")).amax(1).tolist()
         else:
             ends = tables.recv_counts.tolist()
         return [(source, rows) for source, rows in enumerate(ends) if rows]
@@ -371,7 +374,7 @@ class HostTransport(Transport):
         blocks = [self._combine_rows(call, rank, row_bytes)[self.rank] for rank in self._everyone.ranks]
         for start in range(0, call.num_tokens, rows_at_once):
             part = slots[start : start + rows_at_once]
-            total = torch.zeros((part.shape[0], width), dtype=torch.float32)
+            total = torch.zeros((part.shape[0], width), dtype=torch.float32, device="cpu")
             for rank, block in enumerate(blocks):
                 tokens = (part[:, rank] >= 0).nonzero().flatten()
                 rows = block[part[tokens, rank]]
@@ -430,8 +433,8 @@ class HostTransport(Transport):
         self._bells.close()
         for kept in (self._areas, self._slots, self._tables, self._words):
             kept.clear()
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.workspace = torch.empty((self._config.ep_size, 0), dtype=torch.uint8, device="cpu")
 
     def _hear(self, signal: Signal, said: Said, active: Active, timeout_s: float) -> None:
         """Wait for a doorbell; raise, on every rank alike, if any rank declined or says anything else than this one."""
@@ -466,8 +469,9 @@ class HostTransport(Transport):
             if len(self._areas) >= _MAX_KEPT:
                 self._areas.clear()
             ep = self._config.ep_size
-            raw = self._block(self.rank, offset_bytes, ep * most, row_bytes)
-            area = self._areas[key] = raw.view(ep, most, row_bytes).view(dtype)
+            with torch.inference_mode(False):
+                raw = self._block(self.rank, offset_bytes, ep * most, row_bytes)
+                area = self._areas[key] = raw.view(ep, most, row_bytes).view(dtype)
         return area
 
     def _block(self, rank: int, start_bytes: int, rows: int, row_bytes: int) -> Tensor:
@@ -501,7 +505,7 @@ class HostTransport(Transport):
             bits[rank // 64] |= 1 << rank % 64
         for tables in self._tables:
             if tables.mask is not None:
-                tables.mask.copy_(torch.tensor(bits, dtype=torch.uint64))
+                tables.mask.copy_(torch.tensor(bits, dtype=torch.uint64, device="cpu"))
 
 
 def _dispatch_told(said: Sequence[int]) -> dict[str, Any]:

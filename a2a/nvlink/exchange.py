@@ -500,7 +500,9 @@ class Exchange:
         # Rows of combine's e4m3 wire are read where they lie, however few.
         if phase == "combine" and quantized:
             return ("bulk",)
-        pushes = phase == "combine" and pushed_rows_fit(self._config, widths[0], most)
+        # Where callers own the workspace there is no dispatch area for rows to land in.
+        has_area = any(region.name == "dispatch" for region in self._layout.regions)
+        pushes = phase == "combine" and has_area and pushed_rows_fit(self._config, widths[0], most)
         large = ("bulk", "push") if pushes else ("bulk",)
         if most > self.landing_tokens:
             return large

@@ -327,5 +327,37 @@ def _another_stream(comm: Comm) -> int:
     return rank
 
 
+def _late_ids(comm: Comm) -> bool:
+    """int64 ids that a busy stream makes, given with that stream while another one is current."""
+    case = Case(ep_size=comm.Get_size(), hidden_size=128, row_order="token")
+    torch.cuda.set_device(device_of(comm))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with _build(comm, case) as moe:
+        stream, weights = torch.cuda.Stream(), torch.ones((4, case.top_k), device="cuda")
+        rows = torch.ones((4, case.hidden_size), dtype=case.dtype, device="cuda")
+        wanted = torch.arange(4 * case.top_k, device="cuda").view(4, -1) % case.num_experts
+        ids = torch.full_like(wanted, -1)
+        torch.cuda.synchronize()
+        for _ in range(3):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                ids.copy_(wanted)
+            got = moe.dispatch_tokens(rows, ids, weights, runtime_max_tokens_per_rank=4, stream=stream)
+            stream.synchronize()
+            mine = moe.placement.table.cuda()[wanted] == moe.ep_rank
+            wrong += (got.topk_ids[moe.ep_rank][mine.any(1)] != wanted[mine.any(1)]).sum()
+            area = moe.get_combine_payload_tensor_in_workspace(4, case.hidden_size, case.dtype)
+            moe.combine(area, 4, payload_in_workspace=True, stream=stream)
+            stream.synchronize()
+            ids.fill_(-1)
+            torch.cuda.synchronize()
+        moe.check()
+    return not int(wrong)
+
+
+def test_what_a_call_prepares_goes_to_its_stream(run_ranks: Any) -> None:
+    assert run_ranks(_late_ids, 2) == [True, True]
+
+
 def test_streams_may_change_between_calls(run_ranks: Any) -> None:
     assert run_ranks(_another_stream, 2) == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -37,9 +38,10 @@ def test_what_looks_the_same_is_of_one_kind() -> None:
         assert look(same[0]) == look(same[1]) and hash(look(same[0])) == hash(look(same[1]))
     square = torch.zeros(4, 4)
     values: list[Any] = [1, True, 1.0, "1", None, 0, False, 2, torch.uint8, torch.int8, *ScaleLayout, IDS, IDS[:2]]
-    values += [IDS.long(), IDS[:, :1], IDS.unsqueeze(0), IDS.to("meta"), square, square.t()[1:], square[1:], [], [1]]
+    values += [IDS.long(), IDS[:, :1], IDS.unsqueeze(0), IDS.to("meta"), square, square.t()[1:], square[1:]]
     looks = [look(each) for each in values]
     assert len(set(looks)) == len(looks)
+    assert look([]) is None and look(IDS, [1]) is None and look(IDS, object()) is None
 
 
 def test_tokens_that_look_otherwise_are_checked() -> None:
@@ -259,3 +261,74 @@ def test_the_contents_of_a_scale_are_no_look() -> None:
             found[value] = quantized(moe, torch.tensor(value))
             assert quantized(moe, value) == found[value]
         assert found[2.0] != found[300.0]
+
+
+def _round(moe: a2a.MoeAlltoAll, n: int = 3, most: int = 4) -> tuple[list[Tensor], Tensor]:
+    """A dispatch of ones and the combine area, not yet combined."""
+    rows, ids = torch.ones((n, HIDDEN), dtype=torch.bfloat16), torch.zeros((n, 2), dtype=torch.int32)
+    views = moe.dispatch(ids, [rows, ids], most)
+    return views, moe.get_combine_payload_tensor_in_workspace(most, HIDDEN, torch.bfloat16)
+
+
+@pytest.mark.parametrize("loops", ["numba", "torch"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_was_kept_in_a_mode_can_be_used_outside(mode: Any, loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loops == "torch":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    with mode():
+        moe = built()
+        _, area = _round(moe)
+        moe.combine(area, 4, payload_in_workspace=True)
+    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        views, area = _round(moe)
+        assert not area.requires_grad
+        (views[0].float() * weight).sum().backward()
+        area.copy_(views[0] * weight)
+        out = moe.combine(area.detach(), 4, payload_in_workspace=True)
+        assert out.eq(1).all()
+    moe.close()
+
+
+@pytest.mark.parametrize("loops", ["numba", "torch"])
+def test_a_default_device_is_nothing_to_the_host(loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loops == "torch":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    with built(row_order="token") as moe:
+        for n in (3, 2, 1):
+            rows, ids = torch.ones((n, HIDDEN), dtype=torch.bfloat16), torch.zeros((n, 2), dtype=torch.int32)
+            with torch.device("meta"):
+                views = moe.dispatch(ids, [rows, ids], 4)
+                out = moe.combine(views[0], 4)
+            assert out.device.type == "cpu" and out.eq(1).all()
+
+
+@pytest.mark.parametrize("most", [4.0, True, "4", None, 3])
+def test_rows_of_another_type_are_refused_however_often_the_right_ones_came(most: Any) -> None:
+    with built() as moe:
+        for _ in range(2):
+            _, area = _round(moe, n=1, most=1 if most is True else 4)
+            with pytest.raises(ShapeError, match="runtime_max_tokens_per_rank"):
+                moe.get_combine_payload_tensor_in_workspace(most, HIDDEN, torch.bfloat16)
+            with pytest.raises(ShapeError, match="runtime_max_tokens_per_rank"):
+                moe.combine(area, most, payload_in_workspace=True)
+            moe.combine(area, 1 if most is True else 4, payload_in_workspace=True)
+
+
+def test_a_scale_belongs_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph needs it for as long as it lives, and no plan is kept as long; and 0.0 is not -0.0."""
+    told: list[CombineCall] = []
+    with built(wire_format="nvfp4") as moe:
+        combine = moe._shared.transport.combine
+        monkeypatch.setattr(moe._shared.transport, "combine", lambda call: (told.append(call), combine(call)))
+        made = []
+        for scale in (0.5, 0.5, 0.0, -0.0):
+            rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
+            moe.dispatch_tokens(rows, IDS, torch.ones((3, 2)), runtime_max_tokens_per_rank=4)
+            scales = torch.zeros((3, HIDDEN // 16), dtype=torch.float8_e4m3fn)
+            payload = torch.ones((1, 4, HIDDEN), dtype=torch.bfloat16)
+            moe.combine(payload, 4, output_dtype=torch.uint8, output_scales=scales, output_scalar_scale=scale)
+            made.append(scales.view(torch.uint8).clone())
+        held = [call.output_quantize.global_scale for call in told if call.output_quantize is not None]
+        assert len({id(each) for each in held}) == 4 and not moe._combine_plans
+    assert made[0].equal(made[1]) and not made[2].equal(made[3])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from a2a.config import ExchangeConfig, low_precision_bytes_per_token
-from a2a.layout import WorkspaceLayout
+from a2a.layout import SharedAreaLayout, WorkspaceLayout
 from a2a.nvlink import params
 from a2a.nvlink.tuning import Point, find_tuning
 from a2a.placement import Placement
@@ -325,6 +325,14 @@ def test_rows_that_cannot_be_pushed_are_pulled(more: dict[str, Any], why: str) -
     assert [each[0] for each in seen] == ["bulk"], why
 
 
+def test_rows_are_pulled_where_a_caller_owns_the_workspace() -> None:
+    """Its layout has no dispatch area in which they could land."""
+    used, seen = pushing()
+    used._layout = SharedAreaLayout(CONFIG, params.control_regions(CONFIG), payload_bytes=8 << 20)
+    used.combine(_large_combine())
+    assert [each[0] for each in seen] == ["bulk"]
+
+
 def test_a_payload_where_rows_would_land_is_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     used, seen = pushing()
@@ -422,7 +430,7 @@ def test_a_repeated_combine_finds_the_area_where_it_is_now() -> None:
     after = dispatch_call(draw)._replace(runtime_max_tokens_per_rank=1, topk_ids=IDS[torch.int32][:1])
     call = combine_call(draw, after, {})._replace(low_precision=False)
     offset = LAYOUT.combine_offset(0, call.context)
-    used._layout = SimpleNamespace(region=LAYOUT.region, combine_offset=lambda *_: next(place))
+    used._layout = SimpleNamespace(regions=LAYOUT.regions, region=LAYOUT.region, combine_offset=lambda *_: next(place))
     told = []
     for at in (offset, offset, offset + 128, offset + 128, offset):
         place = itertools.repeat(at)
