@@ -13,22 +13,17 @@ __device__ __forceinline__ u32* pushed_flag(const CombineParams& p, u32 at_rank,
   return flags + (u64(of_rank) * p.max_num_tokens + slot) * MAX_PUSHED_SEGMENTS + segment;
 }
 
-// Sends a segment of one payload row to the rank whose token it is. `begun`: ranks whose combine is known to have begun.
-// Units of one slot and all peers are neighbours, so that every peer's rows come in the order of its tokens.
-__device__ __forceinline__ bool push_unit(const CombineParams& p, const Round& round, const ActiveRanks& active,
-                                          RankSet& begun, u32 unit, u32 row_bytes) {
+// Sends a segment of one payload row to the rank whose token it is. Units of one slot and all peers are neighbours, so
+// that every peer's rows come in the order of its tokens.
+__device__ __forceinline__ void push_unit(const CombineParams& p, const Round& round, const ActiveRanks& active, u32 unit,
+                                          u32 row_bytes) {
   constexpr u32 PEERS = EP_SIZE > 1 ? EP_SIZE - 1 : 1;
   const u32 segment = unit % p.segments, row = unit / p.segments;
   const u32 slot = row / PEERS, src_rank = (p.ep_rank + 1 + row % PEERS) % EP_SIZE;
-  if (src_rank == p.ep_rank || !active.has(src_rank)) return true;
+  if (src_rank == p.ep_rank || !active.has(src_rank)) return;
   RowValidity validity;
   validity.load(p, RowValidity::place(p, src_rank, slot));
-  if (!validity.of(round, slot)) return true;
-  if (!begun.has(src_rank)) {
-    u32 num_flags;
-    if (!__all_sync(ALL_LANES, check_header(p, round, src_rank, num_flags))) return false;
-    begun.add(i32(src_rank));
-  }
+  if (!validity.of(round, slot)) return;
   u32 begin, end;
   segment_of(row_bytes, segment, p.segments, begin, end);
   Destinations there;
@@ -42,7 +37,6 @@ __device__ __forceinline__ bool push_unit(const CombineParams& p, const Round& r
            common_alignment(p.payload | row_bytes), there, [&](i32, i32) { return to; });
   // Partner: await_pushed.
   release_row(pushed_flag(p, src_rank, p.ep_rank, slot, segment), round.number);
-  return true;
 }
 
 // Waits for a segment of all rows of a token that other ranks hold. Every lane acquires for its own reads.
@@ -76,26 +70,25 @@ __device__ __forceinline__ void combine_push(const CombineParams& p) {
     void_combine(p, u64(blockIdx.x) * blockDim.x + threadIdx.x, u64(gridDim.x) * blockDim.x);
     return;
   }
-  bool fine = true;
   if (blockIdx.x == 0 && warp == blockDim.x / 32 - 1) {
     send_headers(p, round, active, 0);
     // Our next dispatch asks whether it may write where these rows landed.
     if (lane == 0) round.state[STATE_PUSHED_ROUND] = round.number;
-    // From every rank, also one that shares no row with us: see send_headers.
-    for (u32 rank = lane; fine && rank < EP_SIZE; rank += 32) {
-      u32 num_flags;
-      if (active.has(rank)) fine = check_header(p, round, rank, num_flags);
-    }
-    fine = __all_sync(ALL_LANES, fine);
   }
-  if (warp < p.push_warps && EP_SIZE > 1) {
-    RankSet begun;
-    begun.clear();
+  // Every CTA waits for all ranks: a rank that has begun needs what it was dispatched no more. And a row that does not
+  // come is then its sender's fault, not that of a third rank for which the sender waits.
+  for (u32 rank = warp; rank < EP_SIZE; rank += blockDim.x / 32) {
+    u32 num_flags;
+    if (active.has(rank)) check_header(p, round, rank, num_flags);
+  }
+  __syncthreads();
+  bool fine = verdict == VERDICT_FINE;
+  if (fine && warp < p.push_warps && EP_SIZE > 1) {
     const u32 units = (EP_SIZE - 1) * p.runtime_max_tokens_per_rank * p.segments;
-    for (u32 unit = self; fine && unit < units;) {
+    for (u32 unit = self; unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(STAGE_CLAIMS, round.parity), 1);
-      fine = push_unit(p, round, active, begun, unit, row_bytes);
+      push_unit(p, round, active, unit, row_bytes);
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
   }
