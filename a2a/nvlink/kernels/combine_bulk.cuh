@@ -7,24 +7,26 @@
 #include "combine_ends.cuh"
 #include "combine_low_precision.cuh"
 
+// A warp copies a segment of the payload's row to `to`, where a row of its own starts.
+__device__ __forceinline__ void copy_segment(const CombineParams& p, u64 row, u8* to, u32 segment, u32 row_bytes) {
+  u32 begin, end;
+  segment_of(row_bytes, segment, p.segments, begin, end);
+  Destinations there;
+#pragma unroll
+  for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) there.ranks[i] = there.slots[i] = -1;
+  if (threadIdx.x % 32 == 0) there.ranks[0] = there.slots[0] = 0;
+  copy_row(reinterpret_cast<const u8*>(p.payload) + row * row_bytes, begin, end, common_alignment(p.payload | row_bytes),
+           there, [&](i32, i32) { return to; });
+}
+
 // Copies a segment of one payload row into this rank's combine area, if the row is anybody's but ours.
 __device__ __forceinline__ void stage_unit(const CombineParams& p, const Round& round, const ActiveRanks& active,
                                            u32 unit, u32 row_bytes) {
   const u32 segment = unit % p.segments, row = unit / p.segments;
   const u32 src_rank = row / p.runtime_max_tokens_per_rank, within = row % p.runtime_max_tokens_per_rank;
-  if (src_rank == p.ep_rank || !active.has(src_rank)) return;
-  RowValidity validity;
-  validity.load(p, RowValidity::place(p, src_rank, within));
-  if (!validity.of(round, within)) return;
-  u32 begin, end;
-  segment_of(row_bytes, segment, p.segments, begin, end);
-  Destinations here;
-#pragma unroll
-  for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) here.ranks[i] = here.slots[i] = -1;
-  if (threadIdx.x % 32 == 0) here.ranks[0] = here.slots[0] = 0;
-  u8* const to = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride + p.combine_offset) + u64(row) * row_bytes;
-  copy_row(reinterpret_cast<const u8*>(p.payload) + u64(row) * row_bytes, begin, end,
-           common_alignment(p.payload | row_bytes), here, [&](i32, i32) { return to; });
+  if (src_rank == p.ep_rank || !active.has(src_rank) || !is_valid(p, round, src_rank, within)) return;
+  u8* const area = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride + p.combine_offset);
+  copy_segment(p, row, area + u64(row) * row_bytes, segment, row_bytes);
 }
 
 // The rows of one token, in ascending rank of their holders: lane i holds where row i and row i + 32 start.

@@ -77,6 +77,13 @@ struct RowValidity {
   }
 };
 
+// The same for one row, asked and answered at once.
+__device__ __forceinline__ bool is_valid(const CombineParams& p, const Round& round, u32 src_rank, u32 row) {
+  RowValidity validity;
+  validity.load(p, RowValidity::place(p, src_rank, row));
+  return validity.of(round, row);
+}
+
 // The ranks that hold rows of one token: a row of both tables, spread over the lanes of a warp; lanes without a pick hold
 // the last one.
 struct Holders {

@@ -1,20 +1,14 @@
 // nvlink/kernels/combine_low_precision: rows that travel as e4m3 with one fp32 scale per 128 elements, added in fp32.
 //
-// Owns how such rows are made on their way into the combine area, and the elements of them: a wire row is `row_elements` bytes, padding to a multiple of 4, then its scales. Rows
-// that were e4m3 from the start have no scales and count as they are. See a2a/config.py, low_precision_bytes_per_token.
+// Owns how such rows are made on their way into the combine area, and their elements: a wire row is `row_elements` bytes,
+// padding to a multiple of 4, then its scales. Rows that were e4m3 from the start have no scales and count as they are.
+// See a2a/config.py, low_precision_bytes_per_token.
 #pragma once
 
 #include "combine_ends.cuh"
 #include "../../quant/fp8_block.cuh"
 
 constexpr u32 LOW_PRECISION_BLOCK = 128;
-
-// Element by element, for rows that do not lie on their vectors or end within one.
-__device__ __noinline__ float payload_element(const u8* row, u32 index, u32 type) {
-  if (type == TYPE_FP32) return reinterpret_cast<const float*>(row)[index];
-  const u32 bits = reinterpret_cast<const u16*>(row)[index];
-  return type == TYPE_BF16 ? to_float<TYPE_BF16>(bits) : to_float<TYPE_FP16>(bits);
-}
 
 // Four elements from `first` on as fp32, zero beyond the row.
 __device__ __forceinline__ void load_four(const CombineParams& p, const u8* row, u32 first, float* values) {
@@ -34,7 +28,7 @@ __device__ __forceinline__ void load_four(const CombineParams& p, const u8* row,
   }
 #pragma unroll
   for (u32 i = 0; i < 4; ++i)
-    values[i] = first + i < p.row_elements ? payload_element(row, first + i, p.payload_type) : 0.0f;
+    values[i] = first + i < p.row_elements ? load_element(row, first + i, p.payload_type) : 0.0f;
 }
 
 // Makes a segment of one payload row into a row of the wire in this rank's combine area, whoever's token it is: ours are
@@ -43,10 +37,7 @@ __device__ __forceinline__ void stage_e4m3_unit(const CombineParams& p, const Ro
                                                 u32 unit) {
   const u32 segment = unit % p.segments, row = unit / p.segments, lane = threadIdx.x % 32;
   const u32 src_rank = row / p.runtime_max_tokens_per_rank, within = row % p.runtime_max_tokens_per_rank;
-  if (!active.has(src_rank)) return;
-  RowValidity validity;
-  validity.load(p, RowValidity::place(p, src_rank, within));
-  if (!validity.of(round, within)) return;
+  if (!active.has(src_rank) || !is_valid(p, round, src_rank, within)) return;
   const u32 blocks = (p.row_elements + LOW_PRECISION_BLOCK - 1) / LOW_PRECISION_BLOCK;
   const u32 part = (blocks + p.segments - 1) / p.segments;
   const u32 begin = min(blocks, segment * part), end = min(blocks, begin + part);

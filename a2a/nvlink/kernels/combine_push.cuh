@@ -20,21 +20,10 @@ __device__ __forceinline__ void push_unit(const CombineParams& p, const Round& r
   constexpr u32 PEERS = EP_SIZE > 1 ? EP_SIZE - 1 : 1;
   const u32 segment = unit % p.segments, row = unit / p.segments;
   const u32 slot = row / PEERS, src_rank = (p.ep_rank + 1 + row % PEERS) % EP_SIZE;
-  if (src_rank == p.ep_rank || !active.has(src_rank)) return;
-  RowValidity validity;
-  validity.load(p, RowValidity::place(p, src_rank, slot));
-  if (!validity.of(round, slot)) return;
-  u32 begin, end;
-  segment_of(row_bytes, segment, p.segments, begin, end);
-  Destinations there;
-#pragma unroll
-  for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) there.ranks[i] = there.slots[i] = -1;
-  if (threadIdx.x % 32 == 0) there.ranks[0] = there.slots[0] = 0;
+  if (src_rank == p.ep_rank || !active.has(src_rank) || !is_valid(p, round, src_rank, slot)) return;
   const u64 most = p.runtime_max_tokens_per_rank;
-  u8* const to = reinterpret_cast<u8*>(p.workspace + src_rank * p.stride + p.dispatch_offset) +
-                 (p.ep_rank * most + slot) * row_bytes;
-  copy_row(reinterpret_cast<const u8*>(p.payload) + (src_rank * most + slot) * row_bytes, begin, end,
-           common_alignment(p.payload | row_bytes), there, [&](i32, i32) { return to; });
+  u8* const area = reinterpret_cast<u8*>(p.workspace + src_rank * p.stride + p.dispatch_offset);
+  copy_segment(p, src_rank * most + slot, area + (p.ep_rank * most + slot) * row_bytes, segment, row_bytes);
   // Partner: await_pushed.
   release_row(pushed_flag(p, src_rank, p.ep_rank, slot, segment), round.number);
 }

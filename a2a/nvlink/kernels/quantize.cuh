@@ -35,12 +35,6 @@ __device__ __forceinline__ u32 wire_elements(const DispatchParams& p) {
   return p.payload_bytes[DATA_PAYLOAD] * 8 / Format::ELEMENT_BITS;
 }
 
-__device__ __noinline__ float load_element(const u8* from, u32 index, u32 type) {
-  if (type == TYPE_FP32) return reinterpret_cast<const float*>(from)[index];
-  const u32 bits = reinterpret_cast<const u16*>(from)[index];
-  return type == TYPE_BF16 ? to_float<TYPE_BF16>(bits) : to_float<TYPE_FP16>(bits);
-}
-
 // A lane's 16 elements as they lie in memory. Loaded apart from their use, so that the loads of one group pass while
 // another is being worked on.
 struct Group {

@@ -55,6 +55,13 @@ __device__ __forceinline__ Vec8 rounded(const float* sums) {
   }
 }
 
+// Element by element, where a row does not lie on its vectors or ends within one.
+__device__ __noinline__ float load_element(const u8* row, u32 index, u32 type) {
+  if (type == TYPE_FP32) return reinterpret_cast<const float*>(row)[index];
+  const u32 bits = reinterpret_cast<const u16*>(row)[index];
+  return type == TYPE_BF16 ? to_float<TYPE_BF16>(bits) : to_float<TYPE_FP16>(bits);
+}
+
 __device__ __noinline__ void store_element(u8* row, u32 element, u32 type, float value) {
   if (type == TYPE_FP32) reinterpret_cast<float*>(row)[element] = value;
   else reinterpret_cast<u16*>(row)[element] = u16(from_float(value, type));
