@@ -156,6 +156,12 @@ class Exchange:
         combine = self._point("combine", False, (config.combine_bytes_per_token,), most).regime
         return dispatch if dispatch == combine else f"{dispatch}, {combine}"
 
+    def pushes(self, row_bytes: int, runtime_max_tokens_per_rank: int) -> bool:
+        """Whether combine may push rows of that many bytes; equal on all ranks."""
+        # Where callers own the workspace there is no dispatch area for rows to land in.
+        has_area = any(region.name == "dispatch" for region in self._layout.regions)
+        return has_area and pushed_rows_fit(self._config, row_bytes, runtime_max_tokens_per_rank)
+
     def tune(self, tuning: Tuning) -> None:
         """Take another table for the launches that follow; every rank the same, between the same two rounds."""
         self.tuning = tuning
@@ -500,9 +506,7 @@ class Exchange:
         # Rows of combine's e4m3 wire are read where they lie, however few.
         if phase == "combine" and quantized:
             return ("bulk",)
-        # Where callers own the workspace there is no dispatch area for rows to land in.
-        has_area = any(region.name == "dispatch" for region in self._layout.regions)
-        pushes = phase == "combine" and has_area and pushed_rows_fit(self._config, widths[0], most)
+        pushes = phase == "combine" and self.pushes(widths[0], most)
         large = ("bulk", "push") if pushes else ("bulk",)
         if most > self.landing_tokens:
             return large

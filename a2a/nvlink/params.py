@@ -350,7 +350,7 @@ def landing_tokens(config: ExchangeConfig) -> int:
 
 
 def pushed_rows_fit(config: ExchangeConfig, row_bytes: int, runtime_max_tokens_per_rank: int) -> bool:
-    """Whether combine rows of that width can be pushed; equal on all ranks."""
+    """Whether a dispatch area has room for pushed combine rows of that width; equal on all ranks."""
     area = config.ep_size * config.max_num_tokens * config.dispatch_bytes_per_token
     rows = config.ep_size * runtime_max_tokens_per_rank * row_bytes
     return config.scrub is not None and config.ep_size > 1 and row_bytes % 16 == 0 and rows <= area

@@ -43,7 +43,7 @@ from a2a.errors import (
     from_facts,
 )
 from a2a.layout import WorkspaceLayout
-from a2a.nvlink.params import KINDS, PHASES, control_regions, pushed_rows_fit
+from a2a.nvlink.params import KINDS, PHASES, control_regions
 from a2a.nvlink.tuning import Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.transport import CombineCall, DispatchCall, Transport
@@ -191,7 +191,7 @@ class NvlinkTransport(Transport):
 
     def pushes(self, row_bytes: int, runtime_max_tokens_per_rank: int) -> bool:
         """Whether combine may push rows of that many bytes."""
-        return pushed_rows_fit(self._config, row_bytes, runtime_max_tokens_per_rank)
+        return self._exchange.pushes(row_bytes, runtime_max_tokens_per_rank)
 
     def tune(self, tuning: Tuning) -> None:
         """Take another table for the rounds that follow; every rank the same, between the same two rounds."""
