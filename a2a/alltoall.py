@@ -382,7 +382,7 @@ class RoundContext:
         if type(runtime_max_tokens_per_rank) is not int or (
             runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
         ):
-            self._refuse_rows(runtime_max_tokens_per_rank, this)
+            self._check_rows(runtime_max_tokens_per_rank, this)
         offset = shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
         key = ("combine payload", offset, runtime_max_tokens_per_rank, type(hidden_size), hidden_size, dtype)
         view = self._views.get(key)
@@ -450,7 +450,7 @@ class RoundContext:
             if type(runtime_max_tokens_per_rank) is not int or (
                 runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
             ):
-                self._refuse_rows(runtime_max_tokens_per_rank, this)
+                self._check_rows(runtime_max_tokens_per_rank, this)
             low_precision = bool(use_low_precision)
             if (
                 output_dtype is None
@@ -784,8 +784,8 @@ class RoundContext:
         strides = (this.runtime_max_tokens_per_rank * width, width, 1)
         return _CombinePlan(quantize, width * payload.dtype.itemsize, strides, out_width, out_dtype)
 
-    def _refuse_rows(self, runtime_max_tokens_per_rank: Any, this: _Round) -> None:
-        """Unless it is that of the dispatch after all, as an integer of a type of its own."""
+    def _check_rows(self, runtime_max_tokens_per_rank: Any, this: _Round) -> None:
+        """That R is the dispatch's; an integer may be of a type of its own, as an enumeration's is."""
         is_integer = isinstance(runtime_max_tokens_per_rank, int) and not isinstance(runtime_max_tokens_per_rank, bool)
         if is_integer and int(runtime_max_tokens_per_rank) == this.runtime_max_tokens_per_rank:
             return
