@@ -137,14 +137,7 @@ def time_replays(
             name = implementations[(number + position) % count].name
             output, wanted = outputs[name]
             output.view(torch.uint8).fill_(0xFF)
-            before, after = _event(), _event()
-            barrier()
-            before.record()
-            graphs[name].replay()
-            after.record()
-            torch.cuda.synchronize()
-            share = before.elapsed_time(after) * 1e-3 / rounds_per_graph
-            stamps[name].append((0.0, 0.0, share))
+            stamps[name].append((0.0, 0.0, replay_s(graphs[name], barrier) / rounds_per_graph))
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
     phases = {each.name: _time_phases(each, replays, barrier) for each in implementations}
@@ -168,16 +161,18 @@ def _time_dispatches(
             each.dispatch()
     barrier()
     graph.replay()
-    seconds = []
-    for _ in range(replays):
-        before, after = _event(), _event()
-        barrier()
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        seconds.append(before.elapsed_time(after) * 1e-3 / rounds_per_graph)
-    return seconds
+    return [replay_s(graph, barrier) / rounds_per_graph for _ in range(replays)]
+
+
+def replay_s(graph: torch.cuda.CUDAGraph, barrier: Callable[[], None]) -> float:
+    """Seconds of one replay on this rank's device, behind a barrier of hosts and devices; waits for it."""
+    before, after = _event(), _event()
+    barrier()
+    before.record()
+    graph.replay()
+    after.record()
+    torch.cuda.synchronize()
+    return float(before.elapsed_time(after)) * 1e-3
 
 
 def _time_phases(each: Implementation, replays: int, barrier: Callable[[], None]) -> Stamps:
