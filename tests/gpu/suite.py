@@ -31,6 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("tests/gpu", "tests/contract")
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+_TIMED = (*_PYTEST, "--durations=15", "-rfE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,16 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     start = time.monotonic()
     shards = [together[number :: options.shards] for number in range(options.shards)]
-    named = {f"shard-{number}": ids for number, ids in enumerate(shards) if ids}
+    named = {f"shard-{number}": [*_TIMED, *ids] for number, ids in enumerate(shards) if ids}
     codes = _run(named, logs, options.limit_s)
     print(f"{len(together)} tests in {len(named)} processes: {time.monotonic() - start:.0f} s", flush=True)
     if alone:
         start = time.monotonic()
-        codes += _run({"alone": alone}, logs, options.limit_s)
+        codes += _run({"alone": [*_TIMED, *alone]}, logs, options.limit_s)
         print(f"{len(alone)} tests alone: {time.monotonic() - start:.0f} s", flush=True)
     for launcher in options.launchers:
         start = time.monotonic()
-        codes.append(_launch(launcher, max(2, torch.cuda.device_count()), logs, options.limit_s))
+        command = _launched(launcher, max(2, torch.cuda.device_count()))
+        codes += _run({launcher: command}, logs, options.limit_s)
         print(f"the contract under {launcher}: {time.monotonic() - start:.0f} s", flush=True)
     for log in sorted(logs.glob("*.log")):
         _tell(log)
@@ -77,12 +79,12 @@ def _collect(marker: str, expression: str, paths: Sequence[str]) -> list[str]:
     return [name for name in found if name.startswith("tests/gpu/") or "nvlink" in name]
 
 
-def _run(shards: dict[str, list[str]], logs: Path, limit_s: float) -> list[int]:
+def _run(commands: dict[str, list[str]], logs: Path, limit_s: float) -> list[int]:
+    """Exit statuses of commands that run at the same time, each with a log of its name."""
     started = []
-    for number, (name, ids) in enumerate(shards.items()):
+    for number, (name, command) in enumerate(commands.items()):
         with (logs / f"{name}.log").open("w") as log:
-            command = [*_PYTEST, "--durations=15", "-rfE", *ids]
-            environment = _share(number, len(shards))
+            environment = _share(number, len(commands))
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + limit_s
     codes = []
@@ -97,25 +99,17 @@ def _run(shards: dict[str, list[str]], logs: Path, limit_s: float) -> list[int]:
     return codes
 
 
-def _launch(launcher: str, ranks: int, logs: Path, limit_s: float) -> int:
-    """The contract suite on GPUs with every rank a process of a launcher's job."""
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "nvlink", "tests/contract"]
+def _launched(launcher: str, ranks: int) -> list[str]:
+    """The command of the contract suite on GPUs with every rank a process of a launcher's job."""
+    python, *pytest = [*_PYTEST, "-k", "nvlink", "tests/contract"]
     if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *pytest]
-    elif launcher == "mpirun":
+        return [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *pytest]
+    if launcher == "mpirun":
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
         # Open MPI alone minds who starts it.
         root = ["--allow-run-as-root"] if "Open MPI" in version and os.geteuid() == 0 else []
-        command = ["mpirun", *root, "-n", str(ranks), sys.executable, *pytest, "--with-mpi"]
-    else:
-        raise SystemExit(f"--launchers: {launcher!r} is neither torchrun nor mpirun")
-    with (logs / f"{launcher}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            return _end(process) or 1
+        return ["mpirun", *root, "-n", str(ranks), python, *pytest, "--with-mpi"]
+    raise SystemExit(f"--launchers: {launcher!r} is neither torchrun nor mpirun")
 
 
 def _share(number: int, count: int) -> dict[str, str]:
