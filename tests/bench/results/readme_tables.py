@@ -51,7 +51,7 @@ def largest() -> str:
 
 def commands() -> Iterator[str]:
     """The command lines of the files on GPUs."""
-    for name in (TOKEN, COMPACT):
+    for name in (TOKEN, COMPACT, LARGEST):
         words: list[str] = json.loads((GPU / name).read_text())["workload"]["arguments"]
         yield "a2a " + " ".join(words[: words.index("--json")])
 
