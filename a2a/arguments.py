@@ -447,7 +447,7 @@ class Arguments:
             if isinstance(output_scalar_scale, Tensor):
                 scale = output_scalar_scale.to(dtype=torch.float32, device=payload.device)
             elif scalar_given:
-                # Written by a kernel, unlike a copy from the host, so that a capture holds it.
+                # Written by a kernel: a copy from the host would wait for the stream, and void a capture.
                 scale = torch.full((), output_scalar_scale, dtype=torch.float32, device=payload.device)
         return Quantize(wire, 0, scale), wire.data_width(width, 0), dtype
 
@@ -459,7 +459,7 @@ def look(*arguments: Any) -> tuple[Hashable, ...] | None:
     value its type and itself (1 is not True is not 1.0).
     """
     # One flat list, as making and hashing a tuple for each costs more than what is in it. The first entry of an
-    # argument (None, a shape, a type or an object) says how many it has, so that other arguments never make this list.
+    # argument (None, a shape or a type) says how many it has, so that other arguments never make this list.
     seen: list[Any] = []
     for each in arguments:
         if each is None:

@@ -252,9 +252,6 @@ class CallerRank:
         if payload_in_workspace:
             self._check_address(blocks, combine_payload_offset)
         dtype, scales, scalar, scale_layout, out = output
-        if isinstance(scalar, int | float) and scalar != 1.0:
-            # Written by a kernel on this stream: a copy from the host would wait for the stream, and void a capture.
-            scalar = torch.full((), scalar, dtype=torch.float32, device=blocks.device)
         quantize, out_width, out_dtype = arguments.output(dtype, scales, scalar, scale_layout, blocks, low_precision)
         if out is None:
             out = torch.empty((num_tokens, out_width), dtype=out_dtype, device=blocks.device)
