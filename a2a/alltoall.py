@@ -61,11 +61,15 @@ _MAX_KEPT: Final = 64
 
 @contextlib.contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Inside, tensors that name no place and no dtype are fp32 on the CPU, whatever a model loader made the default."""
+    """Inside, tensors are such as may be kept.
+
+    Those that name no place and no dtype are fp32 on the CPU, whatever a model loader made the default; and none is of
+    an inference or no-grad mode that its next user may not be in.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -854,7 +858,7 @@ class RoundContext:
         key = (name, shape)
         view = self._views.get(key)
         if view is None:
-            with _plain_tensors():
+            with plain_tensors():
                 flat = self._region(name).view(torch.int32)[: math.prod(shape)]
                 view = self._remember(key, flat.view(shape))
         return view
@@ -866,7 +870,7 @@ class RoundContext:
 
     def _made_view(self, offset_bytes: int, most: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = self.ep_size * most * dtype.itemsize * math.prod(row_shape)
-        with _plain_tensors():
+        with plain_tensors():
             raw = self._shared.transport.workspace[self.ep_rank, offset_bytes : offset_bytes + num_bytes]
             return raw.view(dtype).view(self.ep_size, most, *row_shape)
 
@@ -999,9 +1003,7 @@ class MoeAlltoAll(RoundContext):
             problem = error
         config = agree(self._comm, config, problem, {"transport": transport})
         self._choice = choose(transport, config, self._comm)
-        with _plain_tensors():
-            shared = self._build(config, startup_timeout_s, timeout_s)
-        super().__init__(shared, 0)
+        super().__init__(self._build(config, startup_timeout_s, timeout_s), 0)
         self._others = self._more_contexts(1)
         self._at_close: list[Callable[[], None]] = []
 
@@ -1163,8 +1165,7 @@ class MoeAlltoAll(RoundContext):
                 got=(ranks.Get_rank(), ranks.Get_size()),
                 wanted=f"those of the object, {self.ep_rank} and {self.ep_size}",
             )
-        with _plain_tensors():
-            shared.transport.restore(ranks, timeout_s=budget_s)
+        shared.transport.restore(ranks, timeout_s=budget_s)
         self._comm = ranks
         shared.released = False
         for context in self.contexts:
@@ -1252,13 +1253,6 @@ def _keep(kept: dict[Hashable, _Kept], key: Hashable, made: _Kept) -> None:
     if len(kept) >= _MAX_KEPT:
         kept.clear()
     kept[key] = made
-
-
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """For tensors that are kept: their next user may not be in the inference or no-grad mode of this one."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _narrow_ids(ids: Tensor) -> Tensor:
