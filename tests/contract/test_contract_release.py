@@ -21,10 +21,16 @@ def build(comm: Comm, transport: str, **more: Any) -> a2a.MoeAlltoAll:
     return a2a.MoeAlltoAll(**CASE.constructor(), comm=comm, transport=transport, **more)
 
 
-def resident_bytes() -> int:
-    """What this process holds of the workspaces' memory files."""
-    text = Path("/proc/self/smaps").read_text()
-    return 1024 * sum(int(kib) for kib in re.findall(r"memfd:a2a.*\nSize:.*\n(?:.*\n){0,3}?Rss: +(\d+) kB", text))
+def resident_bytes(moe: a2a.MoeAlltoAll) -> int:
+    """What this process holds of the memory that `moe` has mapped; objects of earlier tests may still be alive."""
+    first = moe.workspace.data_ptr()
+    end = first + moe.ep_size * moe.workspace.stride(0)
+    mapping = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ .*memfd:a2a.*\n(?:\w+: .*\n)*?Rss: +(\d+) kB", re.MULTILINE)
+    found = [(int(at, 16), int(kib)) for at, kib in mapping.findall(Path("/proc/self/smaps").read_text())]
+    mine = [kib for at, kib in found if first <= at < end]
+    # One per rank: what is read here is this object's memory, all of it.
+    assert len(mine) == moe.ep_size, found
+    return 1024 * sum(mine)
 
 
 def _memory_goes_and_comes_back(comm: Comm, transport: str) -> list[bool]:
@@ -37,12 +43,12 @@ def _memory_goes_and_comes_back(comm: Comm, transport: str) -> list[bool]:
             play(moe.contexts[1], draw(CASE, 100 + seed))
         comm.barrier()
         if transport == "host":
-            facts.append(resident_bytes() > moe.workspace_size_per_rank // 2)
+            facts.append(resident_bytes(moe) > moe.workspace_size_per_rank // 2)
         moe.release()
         moe.release()
         facts.append(moe.state == moe.contexts[1].state == "released")
         if transport == "host":
-            facts.append(resident_bytes() == 0)
+            facts.append(resident_bytes(moe) == 0)
         comm.barrier()
         moe.restore()
         moe.restore()
