@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
 import torch
+from descriptors import open_descriptors
 
 from a2a.comm import Comm
 
@@ -17,10 +17,6 @@ pytestmark = pytest.mark.gpu(1)
 def device_of(comm: Comm) -> torch.device:
     """GPUs in turn, so that any number of ranks runs on any number of GPUs."""
     return torch.device("cuda", comm.Get_rank() % torch.cuda.device_count())
-
-
-def _open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _build_and_use(comm: Comm) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def _build_many(comm: Comm) -> tuple[list[int], list[int]]:
         gc.collect()
         comm.barrier()
         free, total = torch.cuda.mem_get_info(device)
-        descriptors.append(_open_descriptors())
+        descriptors.append(open_descriptors())
         used.append(total - free)
         comm.barrier()
     return descriptors, used

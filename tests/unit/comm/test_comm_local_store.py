@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import pytest
+from descriptors import open_descriptors
 
 from a2a.comm import resolve
 from a2a.comm.local_store import LocalStore, LocalStoreServer
@@ -69,11 +69,11 @@ def test_other_users_are_refused(server, monkeypatch):
 
 
 def test_descriptors_stay_flat():
-    before = psutil.Process().num_fds()
+    before = open_descriptors()
     for _ in range(3):
         served = LocalStoreServer()
         clients = [LocalStore(served.address, timeout_s=60) for _ in range(4)]
         clients[0].set("a", b"1")
         del clients
         served.close()
-    assert psutil.Process().num_fds() == before
+    assert open_descriptors() == before

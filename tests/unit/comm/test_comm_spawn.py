@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from descriptors import open_descriptors
 
 from a2a import env
 from a2a.comm import detect, resolve, spawn
@@ -181,10 +182,10 @@ def test_number_of_ranks():
 
 def test_descriptors_stay_flat():
     spawn.run(sleeps, 2, (0.0,), timeout_s=60)
-    before = psutil.Process().num_fds()
+    before = open_descriptors()
     for _ in range(5):
         spawn.run(sleeps, 2, (0.0,), timeout_s=60, on_line=lambda rank, line: None)
-    assert psutil.Process().num_fds() == before
+    assert open_descriptors() == before
 
 
 PARENT = """

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from descriptors import open_descriptors
 from ranks import Ranks
 from thread_ranks import ENOUGH_S, Group, ThreadComm, in_threads
 
@@ -207,13 +208,10 @@ def test_a_mesh_keeps_no_descriptor() -> None:
             assert len(mesh._descriptors[mesh.peers[0]]) == 2
             comm.barrier()
 
-    # What earlier tests have left to the collector must not go meanwhile.
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(3):
         in_threads(2, body)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 @both_families
@@ -599,10 +597,9 @@ def test_a_peer_that_never_calls_is_named(family: str) -> None:
         assert (caught.value.phase, caught.value.round, caught.value.waited_s) == ("startup", 0, 0.3)
         comm.barrier()
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     in_threads(3, body)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 @both_families
