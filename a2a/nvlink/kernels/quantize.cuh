@@ -1,11 +1,10 @@
 // nvlink/kernels/quantize: rows made into a wire format on their way out.
 //
-// Owns how the lanes of a warp share a row's blocks, and where data and scales go. Refuses to know the formats' arithmetic
+// Owns where data and scales go. Refuses to know how lanes share a row's blocks, and the formats' arithmetic
 // (a2a/quant/*.cuh, twins of the Python files beside them). Payload 0 is the data, payload 1 its scales.
 #pragma once
 
-#include "rows.cuh"
-#include "sums.cuh"
+#include "quantize_groups.cuh"
 
 #if WIRE_FORMAT == 1
 #include "../../quant/fp8_block.cuh"
@@ -22,9 +21,7 @@ using Format = Mxfp4;
 #endif
 
 constexpr u32 DATA_PAYLOAD = 0, SCALES_PAYLOAD = 1;
-constexpr u32 GROUP = 16;                            // elements of a lane
-constexpr u32 BLOCK_LANES = Format::BLOCK / GROUP;   // lanes that share a scale
-constexpr u32 GROUP_BYTES = GROUP * Format::ELEMENT_BITS / 8;
+constexpr u32 BLOCK_LANES = LANES_OF_BLOCK<Format>, GROUP_BYTES = BYTES_OF_GROUP<Format>;
 
 __device__ __forceinline__ float global_scale_of(const DispatchParams& p) {
   return p.global_scale ? *reinterpret_cast<const float*>(p.global_scale) : 1.0f;
@@ -33,63 +30,6 @@ __device__ __forceinline__ float global_scale_of(const DispatchParams& p) {
 // Elements of a row on the wire, columns of padding included.
 __device__ __forceinline__ u32 wire_elements(const DispatchParams& p) {
   return p.payload_bytes[DATA_PAYLOAD] * 8 / Format::ELEMENT_BITS;
-}
-
-// A lane's 16 elements as they lie in memory. Loaded apart from their use, so that the loads of one group pass while
-// another is being worked on.
-struct Group {
-  const u8* row;
-  u32 first;
-  bool whole;  // they are two aligned accesses
-  Vec16 low, high;
-
-  __device__ __forceinline__ void load(const DispatchParams& p, u32 token, u32 first_element) {
-    const u32 size = size_of(p.input_type);
-    row = reinterpret_cast<const u8*>(p.payload_rows[DATA_PAYLOAD]) + u64(token) * p.hidden_size * size;
-    first = first_element;
-    const u8* const from = row + u64(first) * size;
-    whole = size == 2 && first + GROUP <= p.hidden_size && common_alignment(reinterpret_cast<u64>(from)) == 16;
-    if (!whole) return;
-    low = load16(from);
-    high = load16(from + 16);
-  }
-
-  // As fp32, zero beyond the row.
-  __device__ __forceinline__ void values(const DispatchParams& p, float* values) const {
-    if (whole) {
-      const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      if (p.input_type == TYPE_BF16) {
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-          values[2 * i] = to_float<TYPE_BF16>(words[i] & 0xffff);
-          values[2 * i + 1] = to_float<TYPE_BF16>(words[i] >> 16);
-        }
-      } else {
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-          values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
-          values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
-        }
-      }
-      return;
-    }
-#pragma unroll
-    for (u32 i = 0; i < GROUP; ++i)
-      values[i] = first + i < p.hidden_size ? load_element(row, first + i, p.input_type) : 0.0f;
-  }
-};
-
-// Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. Returns the
-// block's scale, and the wire bytes in words[0..GROUP_BYTES/4).
-__device__ __forceinline__ u32 quantize_group(const float* values, float global_scale, u32* words) {
-  u32 amax = 0;
-#pragma unroll
-  for (u32 i = 0; i < GROUP; ++i) amax = max(amax, __float_as_uint(values[i]) & 0x7fffffff);
-#pragma unroll
-  for (u32 step = 1; step < BLOCK_LANES; step *= 2) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
-  const Format format(amax, global_scale);
-  format.template encode<GROUP>(values, words);
-  return format.scale_bits();
 }
 
 // Where the scales of a token's image lie, and what follows them.
@@ -115,7 +55,7 @@ struct TokenParts {
   }
 
   __device__ __forceinline__ void load(const DispatchParams& p, u32 token) {
-    group.load(p, token, threadIdx.x * GROUP);
+    group.load(p, p.payload_rows[DATA_PAYLOAD], token, threadIdx.x * GROUP);
     other_word = other.load<false>(token);
   }
 };
@@ -130,9 +70,9 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
   for (u32 group = threadIdx.x; group - lane < groups; group += blockDim.x) {
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
-    if (group != threadIdx.x) loaded.load(p, token, group * GROUP);
+    if (group != threadIdx.x) loaded.load(p, p.payload_rows[DATA_PAYLOAD], token, group * GROUP);
     loaded.values(p, values);
-    const u32 scale = quantize_group(values, global_scale, words);
+    const u32 scale = quantize_group<Format>(values, global_scale, words);
     if (group >= groups) continue;
 #pragma unroll
     for (u32 i = 0; i < GROUP_BYTES / 8; ++i)
@@ -177,24 +117,19 @@ __device__ __forceinline__ void quantize_and_push(const DispatchParams& p, u32 t
   };
   u32 gathered = 0;
   Group next;
-  next.load(p, token, begin * CHUNK + lane * GROUP);
+  next.load(p, p.payload_rows[DATA_PAYLOAD], token, begin * CHUNK + lane * GROUP);
 #pragma unroll 1
   for (u32 chunk = begin; chunk < end; ++chunk) {
     const u32 first = chunk * CHUNK + lane * GROUP;
     float values[GROUP];
     u32 words[GROUP_BYTES / 4];
     next.values(p, values);
-    next.load(p, token, first + CHUNK);
-    u32 scale = quantize_group(values, global_scale, words);
+    next.load(p, p.payload_rows[DATA_PAYLOAD], token, first + CHUNK);
+    u32 scale = quantize_group<Format>(values, global_scale, words);
     const u32 at = first / 8 * Format::ELEMENT_BITS;
     for_each_destination(to, [&](i32 rank, i32 slot) {
       if (first >= elements) return;
-      u8* const row = row_at(rank, slot, DATA_PAYLOAD) + at;
-      if (GROUP_BYTES == 16) {
-        store16(row, {words[0], words[1], words[GROUP_BYTES / 4 - 2], words[GROUP_BYTES / 4 - 1]});
-      } else {
-        *reinterpret_cast<Vec8*>(row) = {words[0], words[1]};
-      }
+      store_group<Format>(row_at(rank, slot, DATA_PAYLOAD) + at, words);
     });
     // One-byte scales of neighbouring blocks become a word, held by all lanes of those blocks.
     if (Format::SCALE_BYTES == 1) {
