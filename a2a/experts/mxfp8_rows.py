@@ -137,7 +137,7 @@ def _by_our_kernel(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tens
     from a2a.nvlink.quantize_rows import row_quantizer
 
     index = torch.cuda.current_device() if x.device.index is None else x.device.index
-    return row_quantizer(index, "mxfp8").quantize(x, alignment, layout)
+    return row_quantizer(index).quantize(x, "mxfp8", alignment, layout)
 
 
 def _by_flashinfer(x: Tensor, alignment: int, layout: ScaleLayout) -> tuple[Tensor, Tensor]:

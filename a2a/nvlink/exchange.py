@@ -39,10 +39,9 @@ from a2a.nvlink.params import (
     lines,
     pushed_rows_fit,
 )
-from a2a.nvlink.quantize_rows import FORMATS, row_quantizer
+from a2a.nvlink.quantize_rows import fill
 from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
-from a2a.quant import swizzle_scales
 from a2a.transport import CombineCall, DispatchCall
 
 _TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -58,6 +57,8 @@ _CROWDED_UNIT_BYTES: Final = 7 * 512
 """What a warp has in flight at once at least, where fewer CTAs than were found best must keep the link busy."""
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
+_WAYS: Final = {"small": ("small_words", "small_bytes")}
+"""Kernels of a regime that has several."""
 _MAX_KEPT: Final = 256
 """Of launches that are known by what their calls are like."""
 
@@ -142,7 +143,6 @@ class Exchange:
         fused = config.wire_format if config.wire_format in WIRE_FORMATS else None
         wires = [None] if fused is None else [None, fused]
         self._load(wires, config.top_k, combine=True)
-        self._quantizers = {name: row_quantizer(self.device.index, name) for name in FORMATS}
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
         """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place, or
@@ -246,34 +246,20 @@ class Exchange:
         image = image_bytes(widths)
         if point.regime == "small":
             fused = call.quantize is not None
-            self._small_shape(kernel, point, image, call.runtime_max_tokens_per_rank, call.num_sms, fused)
+            shared = _shared_bytes(image, fused)
+            most = call.runtime_max_tokens_per_rank
+            self._small_shape(kernel, point, image, most, call.num_sms, one_cta=fused, shared_bytes=shared)
         else:
             self._bulk_shape(kernel, point, n, image, call.num_sms)
 
     def combine(self, call: CombineCall) -> None:
         """Enqueue one combine; no host synchronisation. See `Transport.combine`."""
-        if call.output_quantize is None:
-            self._combine(call, call.output)
-            return
-        stream = self._enter(call.stream)
-        with torch.cuda.stream(stream):
+        output = call.output
+        if call.output_quantize is not None:
+            # Sums of the payload's own type: rounded to that first, then quantised by those who wrote them.
             dtype = torch.bfloat16 if call.low_precision else call.payload.dtype
-            sums = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device=self.device)
-            self._combine(call, sums)
-            how = call.output_quantize
-            quantizer = self._quantizers.get(how.wire_format.name)
-            if quantizer is not None and call.output_scales is not None:
-                quantizer.quantize_into(sums, call.output, call.output_scales, call.scale_layout, how.global_scale)
-                if call.stream is not None:
-                    self._used_on(stream, [call.output, call.output_scales, how.global_scale])
-                return
-            data, scales = how.wire_format.quantize(sums, alignment=how.alignment, global_scale=how.global_scale)
-            call.output.view(torch.uint8).copy_(data.view(torch.uint8))
-            if scales is not None and call.output_scales is not None:
-                arranged = swizzle_scales(scales.view(torch.uint8), call.scale_layout)
-                call.output_scales.view(torch.uint8).view(-1).copy_(arranged.reshape(-1))
-
-    def _combine(self, call: CombineCall, output: Tensor) -> None:
+            with torch.cuda.stream(self._enter(call.stream)):
+                output = torch.empty((call.num_tokens, call.payload.shape[2]), dtype=dtype, device=self.device)
         alignment = (call.payload.data_ptr() | output.data_ptr()) % _ALIGNMENT
         key = (call.like, call.payload_in_workspace, call.num_sms, call.enable_pdl, alignment)
         alike = self._alike.get(key)
@@ -293,9 +279,15 @@ class Exchange:
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         top_k = self._top_k[call.context]
-        way = "small_bytes" if point.regime == "small" else point.regime
+        how, scales = call.output_quantize, call.output_scales
+        if how is not None:
+            way = f"{point.regime}_quantized"
+            # The table's threads are those of one of several CTAs that share a row.
+            point = dataclasses.replace(point, threads=MAX_THREADS) if point.regime == "small" else point
+        else:
+            way = "small_bytes" if point.regime == "small" else point.regime
         kernel = self._combine_kernel(f"combine_{way}_{kind}", top_k)
-        if point.regime == "small" and output.dtype == payload.dtype:
+        if point.regime == "small" and output.dtype == payload.dtype and how is None:
             words = self._combine_kernel(f"combine_small_words_{kind}", top_k)
             widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
             kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
@@ -315,7 +307,8 @@ class Exchange:
         params = kernel.parameters
         staged = quantizes or not call.payload_in_workspace
         made_of = _TYPES[payload.dtype] if quantizes else None
-        shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype)
+        made = None if how is None else (how.wire_format.name, call.scale_layout)
+        shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype, made)
         prepared = (call.context, call.num_sms, shape)
         if kernel.prepared != prepared:
             kernel.prepared = None
@@ -330,8 +323,10 @@ class Exchange:
             params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
             params.staged = int(staged)
             params.digest = _digest([row_bytes], kind)
+            if how is not None and scales is not None:
+                fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
             if point.regime == "small":
-                self._small_shape(kernel, point, row_bytes, most, call.num_sms, False)
+                self._small_shape(kernel, point, row_bytes, most, call.num_sms, one_cta=how is not None)
             elif point.regime == "push":
                 self._push_shape(kernel, point, row_bytes, call.num_sms)
             else:
@@ -349,9 +344,16 @@ class Exchange:
         params = kernel.parameters
         params.payload = payload.data_ptr()
         params.output = output.data_ptr()
+        how, scales = call.output_quantize, call.output_scales
+        scale = None if how is None else how.global_scale
+        if scales is not None:
+            made = params.quantized
+            made.rows, made.data, made.scales = params.output, call.output.data_ptr(), scales.data_ptr()
+            made.global_scale = 0 if scale is None else scale.data_ptr()
         kernel.launch(stream.cuda_stream, pdl=pdl)
         if call.stream is not None:
-            self._used_on(stream, [payload, output])
+            more = [] if scales is None else [call.output, scales, scale]
+            self._used_on(stream, [payload, output, *more])
 
     def _meets(self, payload: Tensor, offset_bytes: int, num_bytes: int) -> bool:
         """Whether any of the payload lies in those bytes of this rank's workspace."""
@@ -438,15 +440,18 @@ class Exchange:
         """Load the modules of dispatch for some wire formats, and those of combine; compiled side by side."""
         config, table = dataclasses.replace(self._config, top_k=top_k), self._needs_table
         sources = [("dispatch.cu", defines(config, wire_format=wire, placement_table=table)) for wire in wires]
-        types = (*OUTPUT_TYPES, "e4m3") if combine else ()
+        kinds = enumerate((*OUTPUT_TYPES, "e4m3") if combine else ())
+        modules = [(kind, number, quantized) for number, kind in kinds for quantized in (False, True)]
         constants = defines(config, placement_table=table)
-        sources += [("combine.cu", {**constants, "ONE_TYPE": number}) for number in range(len(types))]
+        for _, number, quantized in modules:
+            chosen = {"ONE_TYPE": number, **({"QUANTIZED_OUTPUT": 1} if quantized else {})}
+            sources.append(("combine.cu", {**constants, **chosen}))
         with ThreadPoolExecutor(max_workers=len(sources)) as pool:
             cubins = list(pool.map(self._compiled, sources))
         for wire, cubin in zip(wires, cubins, strict=False):
             self._take_dispatch(load(cubin, self.device), wire, top_k)
-        for kind, cubin in zip(types, cubins[len(wires) :], strict=True):
-            self._take_combine(load(cubin, self.device), kind, top_k)
+        for (kind, _, quantized), cubin in zip(modules, cubins[len(wires) :], strict=True):
+            self._take_combine(load(cubin, self.device), kind, quantized, top_k)
 
     def _compiled(self, source: tuple[str, dict[str, int]]) -> bytes:
         return compile_kernel(*source, self._arch, preamble=device_source())[0]
@@ -460,9 +465,14 @@ class Exchange:
             self._constants(kernel.parameters)
             self._kernels["dispatch", name, wire, top_k] = kernel
 
-    def _take_combine(self, library: Library, kind: str, top_k: int) -> None:
+    def _take_combine(self, library: Library, kind: str, quantized: bool, top_k: int) -> None:
         # Rows of the e4m3 wire are read where they lie, however few.
-        for way in ("bulk",) if kind == "e4m3" else ("small_words", "small_bytes", "bulk", "push"):
+        regimes = ["bulk"] if kind == "e4m3" else ["small", "bulk", "push"]
+        if quantized:
+            ways = [f"{regime}_quantized" for regime in regimes]
+        else:
+            ways = [way for regime in regimes for way in _WAYS.get(regime, (regime,))]
+        for way in ways:
             kernel = library.kernel(f"combine_{way}_{kind}", CombineParams)
             self._constants(kernel.parameters)
             self._kernels["combine", f"combine_{way}_{kind}", top_k] = kernel
@@ -525,27 +535,45 @@ class Exchange:
         answer = self._whole.get(key)
         if answer is None:
             num_bytes = image_bytes(widths)
-            columns, threads, _ = self._small_columns(kernel, point, num_bytes, num_sms, False)
+            columns, threads, _ = self._small_columns(kernel, point, num_bytes, num_sms)
             one_sweep = columns * threads >= lines(num_bytes) * _LINE_THREADS
             answer = self._whole[key] = one_sweep and not any(width % PIECE_BYTES for width in widths)
         return answer
 
     def _small_columns(
-        self, kernel: Kernel, point: Point, num_bytes: int, num_sms: int | None, fused: bool
+        self,
+        kernel: Kernel,
+        point: Point,
+        num_bytes: int,
+        num_sms: int | None,
+        *,
+        one_cta: bool = False,
+        shared_bytes: int = 0,
     ) -> tuple[int, int, int]:
         """CTAs and threads of a row of the grid, and CTAs that may be resident."""
         threads_of_row = max(32, -(-lines(num_bytes) * _LINE_THREADS // 32) * 32)
         threads = min(threads_of_row, point.threads, kernel.max_threads)
-        resident = self._max_resident(kernel, threads, _shared_bytes(num_bytes, fused), num_sms)
-        columns = 1 if fused else -(-threads_of_row // (threads * point.parts_per_thread))
+        resident = self._max_resident(kernel, threads, shared_bytes, num_sms)
+        columns = 1 if one_cta else -(-threads_of_row // (threads * point.parts_per_thread))
         return min(columns, max(1, resident // 2)), threads, resident
 
     def _small_shape(
-        self, kernel: Kernel, point: Point, num_bytes: int, most: int, num_sms: int | None, fused: bool
+        self,
+        kernel: Kernel,
+        point: Point,
+        num_bytes: int,
+        most: int,
+        num_sms: int | None,
+        *,
+        one_cta: bool,
+        shared_bytes: int = 0,
     ) -> None:
-        columns, threads, resident = self._small_columns(kernel, point, num_bytes, num_sms, fused)
+        """`one_cta`: whoever quantises has a whole row."""
+        columns, threads, resident = self._small_columns(
+            kernel, point, num_bytes, num_sms, one_cta=one_cta, shared_bytes=shared_bytes
+        )
         rows = max(1, min(most, resident // columns - 1))
-        kernel.shape((columns, 1 + rows), threads, _shared_bytes(num_bytes, fused))
+        kernel.shape((columns, 1 + rows), threads, shared_bytes)
 
     def _bulk_shape(self, kernel: Kernel, point: Point, num_rows: int, row_bytes: int, num_sms: int | None) -> None:
         blocks, threads, crowded = self._large_grid(kernel, point, num_sms)

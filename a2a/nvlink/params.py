@@ -47,17 +47,21 @@ Regimes
 Kernels, one module per phase; entry points
     dispatch.cu   dispatch_small_{words,bytes}, dispatch_bulk                        (DispatchParams by value)
     combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3},
-                  combine_push_{bf16,fp16,fp32}                                      (CombineParams)
+                  combine_push_{bf16,fp16,fp32}; with the constant QUANTIZED_OUTPUT instead
+                  combine_small_quantized_{bf16,fp16,fp32}, combine_bulk_quantized_{bf16,fp16,fp32,e4m3},
+                  combine_push_quantized_{bf16,fp16,fp32}                            (CombineParams)
     the suffix being the type of the payload; the output type is the field output_type. e4m3: rows of
     low_precision_bytes_per_token, which a launch that stages makes of rows of payload_type, or plain e4m3 rows;
-    row_pitch apart.
+    row_pitch apart. quantized: sums are left in `output`, then made into what `quantized` says by those who wrote them.
 
 Launch rules
-    block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS; small launches that do not quantise: MAX_SMALL_THREADS.
+    block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS; small launches but those of a quantising dispatch:
+        MAX_SMALL_THREADS; bulk and push with quantised output: 3/4 of MAX_THREADS.
     small dispatch: grid (c, 1 + y, 1): row 0 of the grid routes and counts, rows 1.. walk the tokens 0..R-1.
         c * x / 8 should cover the lines of a row (`lines(image_bytes(...))`), y = R; any c, y >= 1 is right.
         With a quantising wire format c must be 1 and dynamic shared memory `image_bytes(...)`, rounded up to 16.
-    small combine: grid (c, 1 + y, 1), likewise, lines of a row from its bytes.
+    small combine: grid (c, 1 + y, 1), likewise, lines of a row from its bytes; c = 1 where output is quantised, for a
+        CTA then makes whole rows of it.
     small_words: c * x / 8 covers the lines of a row; rows of all payloads (combine: of payload and output, of one type)
         are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
@@ -108,7 +112,7 @@ LANDING_BUDGET_BYTES: Final = 64 << 20
 OUTPUT_TYPES: Final = ("bf16", "fp16", "fp32")
 """CombineParams.output_type is an index into this; so is DispatchParams.input_type."""
 WIRE_FORMATS: Final = (None, "fp8_block", "mxfp8", "nvfp4", "mxfp4")
-"""The constant WIRE_FORMAT is an index into this; None: rows are copied as bytes."""
+"""The constant WIRE_FORMAT is an index into this, and QuantizeParams.wire_format; None: rows are copied as bytes."""
 
 SCALE_LAYOUTS: Final = ("linear", "swizzled_128x4", "swizzled_8x4")
 """QuantizeParams.scale_layout is an index into this."""
@@ -192,6 +196,27 @@ class DispatchParams(ctypes.Structure):
     )
 
 
+class QuantizeParams(ctypes.Structure):
+    """Rows and what becomes of them in a format with scales of one byte; see quantize_rows.fill."""
+
+    _fields_ = (
+        ("rows", ctypes.c_uint64),  # [n, hidden_size]
+        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format
+        ("scales", ctypes.c_uint64),  # [layout_rows, layout_columns] bytes in scale_layout
+        ("global_scale", ctypes.c_uint64),  # fp32 scalar, or null for 1.0
+        ("num_rows", ctypes.c_uint32),
+        ("hidden_size", ctypes.c_uint32),
+        ("row_elements", ctypes.c_uint32),  # columns of padding included
+        ("scale_columns", ctypes.c_uint32),
+        ("layout_rows", ctypes.c_uint32),  # padding of the layout included
+        ("layout_columns", ctypes.c_uint32),
+        ("input_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
+        ("scale_layout", ctypes.c_uint32),  # index into SCALE_LAYOUTS
+        ("wire_format", ctypes.c_uint32),  # index into WIRE_FORMATS
+        ("pad", ctypes.c_uint32),
+    )
+
+
 class CombineParams(ctypes.Structure):
     """What combine_small_* and combine_bulk_* are told."""
 
@@ -200,7 +225,7 @@ class CombineParams(ctypes.Structure):
         ("stride", ctypes.c_uint64),
         ("host_words", ctypes.c_uint64),
         ("payload", ctypes.c_uint64),  # [ep, R, H']; this rank's combine area itself, or any other memory
-        ("output", ctypes.c_uint64),  # [n, H']; may be null if n = 0
+        ("output", ctypes.c_uint64),  # [n, H'] sums; may be null if n = 0
         ("round_state_offset", ctypes.c_uint64),
         ("combine_header_offset", ctypes.c_uint64),
         ("combine_flags_offset", ctypes.c_uint64),
@@ -227,6 +252,7 @@ class CombineParams(ctypes.Structure):
         ("scaled", ctypes.c_uint32),  # 1 if rows carry a scale per 128 elements; combine_bulk_e4m3
         ("push_warps", ctypes.c_uint32),  # warps of a CTA that send rows before they add; combine_push
         ("payload_type", ctypes.c_uint32),  # scaled: index into OUTPUT_TYPES of the rows that become e4m3 when staged
+        ("quantized", QuantizeParams),  # what becomes of `output`; combine_*_quantized_*
     )
 
 
@@ -244,25 +270,6 @@ class ProbeParams(ctypes.Structure):
     )
 
 
-class QuantizeParams(ctypes.Structure):
-    """What quantize_rows is told; see quantize_rows.py."""
-
-    _fields_ = (
-        ("rows", ctypes.c_uint64),  # [n, hidden_size]
-        ("data", ctypes.c_uint64),  # [n, row_elements] of the wire format
-        ("scales", ctypes.c_uint64),  # [layout_rows, layout_columns] bytes in scale_layout
-        ("global_scale", ctypes.c_uint64),  # fp32 scalar, or null for 1.0
-        ("num_rows", ctypes.c_uint32),
-        ("hidden_size", ctypes.c_uint32),
-        ("row_elements", ctypes.c_uint32),  # columns of padding included
-        ("scale_columns", ctypes.c_uint32),
-        ("layout_rows", ctypes.c_uint32),  # padding of the layout included
-        ("layout_columns", ctypes.c_uint32),
-        ("input_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
-        ("scale_layout", ctypes.c_uint32),  # index into SCALE_LAYOUTS
-    )
-
-
 class ScrubParams(ctypes.Structure):
     """What scrub_ids is told; see scrub_ids.py."""
 
@@ -277,7 +284,7 @@ class ScrubParams(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (HostWords, DispatchParams, CombineParams, ProbeParams, QuantizeParams, ScrubParams)
+STRUCTS: Final = (HostWords, DispatchParams, QuantizeParams, CombineParams, ProbeParams, ScrubParams)
 _C_NAMES: Final = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64"}
 
 
@@ -291,6 +298,11 @@ def device_source() -> str:
         "using u64 = unsigned long long; using i64 = long long;",
         f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_SMALL_THREADS = {MAX_SMALL_THREADS};",
         f"[[maybe_unused]] constexpr u32 MAX_PUSHED_SEGMENTS = {MAX_PUSHED_SEGMENTS};",
+        *(
+            f"[[maybe_unused]] constexpr u32 WIRE_{name.upper()} = {number};"
+            for number, name in enumerate(WIRE_FORMATS)
+            if name is not None
+        ),
         f"constexpr u32 LINE_BYTES = {LINE_BYTES}, LINE_DATA_BYTES = {LINE_DATA_BYTES}, HEADER_BYTES = {HEADER_BYTES};",
     ]
     for struct in STRUCTS:
@@ -300,7 +312,7 @@ def device_source() -> str:
             count = ""
             if issubclass(kind, ctypes.Array):
                 count, kind = f"[{kind._length_}]", kind._type_
-            lines.append(f"  {_C_NAMES[kind]} {name}{count};")
+            lines.append(f"  {_C_NAMES.get(kind, kind.__name__)} {name}{count};")
         lines.append("};")
         size, told = ctypes.sizeof(struct), f"{struct.__name__}: host and device differ"
         lines.append(f'static_assert(sizeof({struct.__name__}) == {size}, "{told}");')

@@ -160,6 +160,7 @@ __device__ __forceinline__ void sum_unit(const CombineParams& p, const Holders& 
   if (common_alignment(p.payload | row_bytes) != 16) sum_narrow<TYPE>(p, rows, out, begin, end);
   else if (EP_SIZE <= 2 || TOP_K <= 2 || rows.count <= 2) sum_two<TYPE>(p, rows, out, begin, end);
   else sum_many<TYPE>(p, rows, out, begin, end);
+  finish_segment(p, token, begin / size_of(TYPE), end / size_of(TYPE));
 }
 
 template <u32 TYPE>
@@ -244,6 +245,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       unit = __shfl_sync(ALL_LANES, next, 0);
     }
   }
+  if (QUANTIZES) finish_rows(p, p.num_tokens + blockIdx.x, gridDim.x);
   if (end_round(round, COMBINE_EXITS, COMBINE_CLAIMS, gridDim.x, blockIdx.x == 0))
     void_combine(p, threadIdx.x, blockDim.x);
 }

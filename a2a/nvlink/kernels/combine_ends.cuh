@@ -3,6 +3,7 @@
 // Owns headers, who holds a token's rows, which rows are valid here, and what a void round leaves behind.
 #pragma once
 
+#include "combine_output.cuh"
 #include "ranks.cuh"
 #include "rows.cuh"
 #include "sums.cuh"
@@ -146,11 +147,21 @@ __device__ __forceinline__ bool for_each_rank(const RankSet& ranks, Visit visit)
   return true;
 }
 
-// What a void round leaves: not a number, everywhere.
+__device__ __forceinline__ void void_element(const CombineParams& p, u64 at) {
+  if (p.output_type == TYPE_FP32) reinterpret_cast<u32*>(p.output)[at] = 0x7fffffff;
+  else reinterpret_cast<u16*>(p.output)[at] = 0x7fff;
+}
+
+// What a void round leaves: not a number, everywhere. All threads of a CTA call it; `step` threads share the work.
 __device__ __noinline__ void void_combine(const CombineParams& p, u64 thread, u64 step) {
-  const u64 count = u64(p.num_tokens) * p.row_elements;
-  for (u64 i = thread; i < count; i += step) {
-    if (p.output_type == TYPE_FP32) reinterpret_cast<u32*>(p.output)[i] = 0x7fffffff;
-    else reinterpret_cast<u16*>(p.output)[i] = 0x7fff;
+  if (QUANTIZES) {
+    // Whoever quantises a row has written all of it.
+    const u32 cta = u32(thread / blockDim.x), num_ctas = u32(step / blockDim.x);
+    for (u32 row = cta; row < p.num_tokens; row += num_ctas)
+      for (u32 i = threadIdx.x; i < p.row_elements; i += blockDim.x) void_element(p, u64(row) * p.row_elements + i);
+    finish_rows(p, cta, num_ctas);
+    return;
   }
+  const u64 count = u64(p.num_tokens) * p.row_elements;
+  for (u64 i = thread; i < count; i += step) void_element(p, i);
 }

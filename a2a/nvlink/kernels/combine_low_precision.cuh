@@ -93,4 +93,5 @@ __device__ __forceinline__ void sum_e4m3_unit(const CombineParams& p, u32 unit, 
     });
     if (first < end) store_sums<TYPE_BF16, COUNT>(out, first, p.row_elements, sums, p.output_type);
   }
+  finish_segment(p, token, begin, end);
 }

@@ -94,6 +94,7 @@ __device__ __forceinline__ void combine_push(const CombineParams& p) {
     if (fine) sum_unit<TYPE, true>(p, holders, unit, row_bytes);
     unit = __shfl_sync(ALL_LANES, next, 0);
   }
+  if (QUANTIZES) finish_rows(p, p.num_tokens + blockIdx.x, gridDim.x);
   if (end_round(round, COMBINE_EXITS, COMBINE_CLAIMS, gridDim.x, blockIdx.x == 0))
     void_combine(p, threadIdx.x, blockDim.x);
 }

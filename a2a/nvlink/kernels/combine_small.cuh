@@ -185,6 +185,7 @@ __device__ __forceinline__ void combine_small_rows(const CombineParams& p, u32* 
     }
     part += gridDim.x * blockDim.x;
   } while (!WORDS && part - threadIdx.x < num_lines * 8);
+  if (QUANTIZES) finish_rows(p, first, rows);
   if (end_round(round, COMBINE_EXITS, COMBINE_CLAIMS, num_ctas, false)) void_combine(p, threadIdx.x, blockDim.x);
 }
 

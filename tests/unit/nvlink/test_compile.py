@@ -30,8 +30,10 @@ MANY = ExchangeConfig(ep_size=72, max_num_tokens=64, top_k=40, num_experts=256, 
 FORMATS = [name for name in params.WIRE_FORMATS if name is not None]
 FUSED = ("dispatch_small_bytes", "dispatch_bulk")
 DISPATCH = (*FUSED, "dispatch_small_words")
-WAYS = ("small_words", "small_bytes", "bulk")
+WAYS = ("small_words", "small_bytes", "bulk", "push")
 COMBINE = tuple(f"combine_{way}_{kind}" for way in WAYS for kind in params.OUTPUT_TYPES)
+MADE = tuple(f"combine_{way}_quantized_{kind}" for way in ("small", "bulk", "push") for kind in params.OUTPUT_TYPES)
+QUANTIZED = {"QUANTIZED_OUTPUT": 1}
 VARIANTS = {
     "few ranks": ("dispatch.cu", params.defines(FEW, placement_table=False), DISPATCH),
     "compact": ("dispatch.cu", params.defines(COMPACT, placement_table=False), DISPATCH),
@@ -40,6 +42,16 @@ VARIANTS = {
     "many ranks": ("dispatch.cu", params.defines(MANY, placement_table=False), DISPATCH),
     "combine, few ranks": ("combine.cu", params.defines(FEW, placement_table=False), (*COMBINE, "combine_bulk_e4m3")),
     "combine, many ranks": ("combine.cu", params.defines(MANY, placement_table=False), COMBINE),
+    "combine, quantised": (
+        "combine.cu",
+        {**params.defines(FEW, placement_table=False), **QUANTIZED},
+        (*MADE, "combine_bulk_quantized_e4m3"),
+    ),
+    "combine, many ranks, quantised": (
+        "combine.cu",
+        {**params.defines(MANY, placement_table=False), **QUANTIZED},
+        MADE,
+    ),
     **{
         name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), FUSED)
         for name in FORMATS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from a2a import reference
 from a2a.config import ExchangeConfig, low_precision_bytes_per_token
 from a2a.layout import ALIGNMENT, WorkspaceLayout, align
 from a2a.nvlink import params
-from a2a.quant import wire_format
+from a2a.quant import ScaleLayout, swizzle_scales, wire_format
 from a2a.reference import RankInput, RankReceipt
 
 pytestmark = [
@@ -325,6 +326,69 @@ def test_rows_of_the_e4m3_wire_are_made_in_combine(modules: Modules, hidden: int
         for rank, output in enumerate(outputs):
             assert not ranks.words[rank].recorded, ranks.facts(rank)
             assert_equal(f"rank {rank}: output", output, sums[rank])
+
+
+@pytest.mark.parametrize(
+    ("regime", "dtype"),
+    [*itertools.product(("small", "bulk", "push"), _TYPES), ("low precision", torch.bfloat16)],
+)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4"])
+def test_quantized_output_is_made_of_the_rounded_sum(
+    modules: Modules, name: str, regime: str, dtype: torch.dtype
+) -> None:
+    """In each layout, at any address, by one launch; in a round that fails, of rows that are not a number."""
+    pytest.importorskip("cuda.bindings", reason="its fields are filled in beside a launcher: install a2a[cu13]")
+    from a2a.nvlink.quantize_rows import fill
+
+    # More than one chunk of 512 elements; a row of mxfp8 need not be whole blocks.
+    case = Case(ep_size=3, hidden_size=1064 if name == "mxfp8" else 1056, max_num_tokens=9, dtype=dtype)
+    ways = {"small": "small_bytes", "low precision": "bulk"}
+    ranks = Ranks(modules, case, ways.get(regime, regime))
+    made = modules("combine.cu", {**params.defines(ranks.config, placement_table=False), "QUANTIZED_OUTPUT": 1})
+    form, low_precision = wire_format(name), regime == "low precision"
+    scale = GLOBAL_SCALE if form.needs_global_scale else None
+    kind = "e4m3" if low_precision else params.OUTPUT_TYPES[_TYPES.index(dtype)]
+    kernel = f"combine_{'bulk' if low_precision else regime}_quantized_{kind}"
+    grid = (1, 3) if regime == "small" else (2, 1)
+    for seed, layout in enumerate((*ScaleLayout, ScaleLayout.SWIZZLED_128X4)):
+        fails = seed == len(ScaleLayout)
+        round = draw(case, seed, [9, 0, 5] if seed == 1 else None)
+        most, ids = round.runtime_max_tokens_per_rank, [each.topk_ids for each in round.inputs]
+        structs, inputs = ranks.dispatch_params(round, 1)
+        receipts = reference.dispatch(inputs, case.placed(), most, row_order=case.row_order)
+        ranks.launch("dispatch", structs)
+        rows = [ranks.expert_rows(receipt) * 2.0 ** (8 * seed - 8) for receipt in receipts]
+        for each in rows:
+            each[:, :, :64][each[:, :, :64].abs() < 0.5] = 0.0
+            each[0, 0, 700], each[0, 0, 900] = float("inf"), float("nan")
+        told, sums = ranks.combine_params(rows, [len(each) for each in ids], low_precision or seed == 1, 1 + seed)
+        if low_precision:
+            sums = [each.to(torch.bfloat16) for each in sums]
+        outputs = []
+        for fields, each in zip(told, sums, strict=True):
+            each.fill_(3.0)
+            data, linear = form.quantize(each, global_scale=scale)
+            data = torch.zeros(data.numel() + 3, dtype=torch.uint8)[seed % 4 :][: data.numel()].view(data.shape)
+            numel = swizzle_scales(form.need_scales(linear).view(torch.uint8), layout).numel()
+            scales = torch.full((numel,), 0xAA, dtype=torch.uint8)
+            fill(fields.quantized, form, each, data, scales, layout, scale)
+            outputs.append((data, scales))
+            fields.output = each.data_ptr()
+            if low_precision:
+                fields.scaled, fields.payload_type, fields.output_type = 1, _TYPES.index(dtype), 0
+                fields.row_pitch = low_precision_bytes_per_token(case.hidden_size)
+        if fails:
+            ranks.set_budget(0.3)
+        launched = [0, 2] if fails else range(3)
+        made.launch(kernel, [told[rank] for rank in launched], grid, 96)
+        wanted = reference.combine(ids, rows, case.placed(), row_order=case.row_order, low_precision=low_precision)
+        for rank in launched:
+            assert bool(ranks.words[rank].recorded) == fails, ranks.facts(rank)
+            sum_ = torch.full_like(sums[rank], float("nan")) if fails else wanted[rank]
+            data, linear = form.quantize(sum_, global_scale=scale)
+            scales = swizzle_scales(form.need_scales(linear).view(torch.uint8), layout)
+            assert_equal(f"rank {rank}: data", outputs[rank][0], data.view(torch.uint8))
+            assert_equal(f"rank {rank}: scales", outputs[rank][1], scales.reshape(-1))
 
 
 @pytest.mark.parametrize("row_order", ["token", "compact"])

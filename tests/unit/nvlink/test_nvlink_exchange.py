@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import importlib.util
 import itertools
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,13 @@ TUNING = dataclasses.replace(
         for each in SHIPPED.points
     ),
 )
-_COMBINES = ("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "push_bf16", "bulk_e4m3")
+SUMS = {dtype: torch.zeros_like(output) for dtype, output in OUTPUTS.items()}
+MADE = torch.zeros(600 * 256 + 4, dtype=torch.uint8)
+SCALES = torch.zeros(600 * 256, dtype=torch.uint8)
+_COMBINES = (
+    *("small_words_bf16", "small_bytes_bf16", "bulk_bf16", "push_bf16", "bulk_e4m3"),
+    *("small_quantized_bf16", "bulk_quantized_bf16", "push_quantized_bf16", "bulk_quantized_e4m3"),
+)
 FUSED = Quantize(wire_format("mxfp8"), 0, None)
 
 
@@ -75,10 +82,7 @@ class Recorder:
         self._shape = shape
 
     def launch(self, stream: int, *, pdl: bool = False) -> None:
-        fields = {}
-        for name, _ in self.parameters._fields_:  # type: ignore[misc]
-            value = getattr(self.parameters, name)
-            fields[name] = list(value) if isinstance(value, ctypes.Array) else value
+        fields = _fields(self.parameters)
         count = fields.get("num_payloads")
         if count is not None:
             # What lies beyond the payloads of a launch is not read.
@@ -87,6 +91,23 @@ class Recorder:
         if "small" in self.name:
             del fields["segments"]
         self._launches.append((self.name, self._shape, pdl, fields))
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    fields = {}
+    for name, _ in struct._fields_:
+        value = getattr(struct, name)
+        if isinstance(value, ctypes.Structure):
+            value = _fields(value)
+        fields[name] = list(value) if isinstance(value, ctypes.Array) else value
+    return fields
+
+
+@pytest.fixture(autouse=True)
+def one_place_for_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that two launches which are told the same are told the same address."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: SUMS[dtype][: shape[0], : shape[1]])
 
 
 def exchange() -> tuple[Any, list[Any]]:
@@ -222,9 +243,23 @@ def combine_call(draw: random.Random, after: DispatchCall, likes: dict[object, o
     )
 
 
+def quantized(draw: random.Random, call: CombineCall, likes: dict[object, object]) -> CombineCall:
+    """The same rows for an output of a format."""
+    form, layout = wire_format(draw.choice(("mxfp8", "nvfp4"))), draw.choice(list(ScaleLayout))
+    shift = draw.randrange(4)
+    rows, width = call.num_tokens, call.payload.shape[2]
+    columns = form.data_width(width, 0)
+    return call._replace(
+        output=MADE[shift : shift + rows * columns].view(form.data_dtype).view(rows, columns),
+        output_quantize=Quantize(form, 0, torch.tensor(3.0) if form.needs_global_scale else None),
+        output_scales=SCALES[shift:][: math.prod(layout.shape(rows, width // form.block))],
+        scale_layout=layout,
+        like=likes.setdefault((call.like, form.name, layout), object()),
+    )
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+def test_a_launch_owes_nothing_to_earlier_ones(seed: int) -> None:
     draw = random.Random(seed)
     used, seen = exchange()
     calls: list[DispatchCall] = []
@@ -240,6 +275,8 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
             call = dispatch_call(draw)
         calls.append(call)
         ended = combine_call(draw, call, likes)
+        if draw.random() < 0.4:
+            ended = quantized(draw, ended, likes)
         fresh, wanted = exchange()
         fresh._pinned = used._pinned
         for each in (used, fresh):
@@ -251,24 +288,20 @@ def test_a_launch_owes_nothing_to_earlier_ones(seed: int, monkeypatch: pytest.Mo
     assert taken and all(_covers_a_row(*launch) for launch in taken)
 
 
-@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize("way", ["small", "bulk", "push", "low precision"])
 @pytest.mark.parametrize(("name", "columns"), [("mxfp8", 256), ("nvfp4", 128), ("mxfp4", 128)])
-def test_sums_are_quantized_by_one_launch(
-    name: str, columns: int, low_precision: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_are_quantized_in_the_launch_that_makes_them(name: str, columns: int, way: str) -> None:
     """Straight into the caller's output and scales, by a kernel that was there before."""
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    used, seen = exchange()
-    told: list[tuple[Any, ...]] = []
-    used._quantizers = {name: SimpleNamespace(quantize_into=lambda *what: told.append(what))}
-    used.dispatch(dispatch_call(random.Random(1)))
-    call = combine_call(random.Random(1), dispatch_call(random.Random(1)), {})
+    used, seen = pushing() if way == "push" else exchange()
+    used._small_max_tokens = 500 if way == "small" else 0
+    rows, low_precision = 500 if way == "small" else 600, way == "low precision"
+    call = _large_combine(num_tokens=rows, runtime_max_tokens_per_rank=rows, payload=BLOCKS[:, :rows])
     form, scale = wire_format(name), torch.tensor(3.0)
-    output = torch.zeros((call.num_tokens, columns), dtype=form.data_dtype)
-    scales = torch.zeros(ScaleLayout.SWIZZLED_8X4.shape(call.num_tokens, 256 // form.block), dtype=torch.uint8)
+    used.dispatch(dispatch_call(random.Random(1)))
+    output = MADE[: rows * columns].view(form.data_dtype).view(rows, columns)
+    scales = SCALES[: math.prod(ScaleLayout.SWIZZLED_8X4.shape(rows, 256 // form.block))]
     used.combine(
         call._replace(
-            payload=BLOCKS[:, : call.runtime_max_tokens_per_rank],
             low_precision=low_precision,
             output=output,
             output_quantize=Quantize(form, 0, scale),
@@ -276,10 +309,18 @@ def test_sums_are_quantized_by_one_launch(
             scale_layout=ScaleLayout.SWIZZLED_8X4,
         )
     )
-    ((sums, *rest),) = told
-    assert rest[0] is output and rest[1] is scales and rest[2:] == [ScaleLayout.SWIZZLED_8X4, scale]
-    assert sums.dtype == torch.bfloat16 and sums.shape == (call.num_tokens, 256)
-    assert len(seen) == 2 and seen[1][3]["output"] == sums.data_ptr()
+    assert len(seen) == 2
+    kernel, ((blocks, _), _, _), _, fields = seen[1]
+    assert kernel == f"{'bulk' if low_precision else way}_quantized"
+    # Whoever quantises a row has all of it.
+    assert blocks == 1 or way != "small"
+    assert fields["output"] == SUMS[torch.bfloat16].data_ptr() and fields["output_type"] == 0
+    told = fields["quantized"]
+    assert told["rows"] == fields["output"] and told["data"] == output.data_ptr()
+    assert told["scales"] == scales.data_ptr() and told["global_scale"] == scale.data_ptr()
+    assert params.WIRE_FORMATS[told["wire_format"]] == name
+    assert params.SCALE_LAYOUTS[told["scale_layout"]] == ScaleLayout.SWIZZLED_8X4.value
+    assert (told["num_rows"], told["hidden_size"], told["row_elements"]) == (rows, 256, 256)
 
 
 def pushing() -> tuple[Any, list[Any]]:
@@ -447,6 +488,9 @@ def test_a_repeated_call_goes_to_its_own_stream() -> None:
     used._used_on = lambda stream, tensors: kept.append((stream.cuda_stream, {id(each) for each in tensors}))
     call = one_token()._replace(eplb_local_stats=STATS)
     ended = combine_call(random.Random(1), call, {})._replace(low_precision=False)
+    made = quantized(random.Random(2), ended, {})
+    scale = torch.tensor(3.0)
+    made = made._replace(output_quantize=Quantize(wire_format("nvfp4"), 0, scale))
     for stream in (None, 9, 9, 11, None):
         used.dispatch(call._replace(stream=stream))
         used.combine(ended._replace(stream=stream))
@@ -454,3 +498,7 @@ def test_a_repeated_call_goes_to_its_own_stream() -> None:
     sent, summed = {id(each) for each in (*call.rows, call.topk_ids, STATS)}, {id(ended.payload), id(ended.output)}
     # What lies with the allocator is its own again only once that stream is done with it.
     assert kept == [(9, sent), (9, summed), (9, sent), (9, summed), (11, sent), (11, summed)]
+    used.combine(made._replace(stream=9))
+    written = {id(each) for each in (made.output, made.output_scales, scale)}
+    # And the sums, which are nobody else's.
+    assert set(entered[10:]) == {9} and len(kept[6][1] - written - {id(ended.payload)}) == 1 and written < kept[6][1]

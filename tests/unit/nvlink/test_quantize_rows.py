@@ -23,13 +23,12 @@ FORMATS = ("mxfp8", "nvfp4", "mxfp4")
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EmulatedModule]:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedModule:
     if COMPILER is None:
         pytest.skip("needs g++")
     from a2a.nvlink.quantize_rows import FILE, constants
 
-    directory = tmp_path_factory.mktemp("quantize_rows")
-    return {name: EmulatedModule(FILE, constants(name), params.QuantizeParams, directory / name) for name in FORMATS}
+    return EmulatedModule(FILE, constants(), params.QuantizeParams, tmp_path_factory.mktemp("quantize_rows"))
 
 
 def hostile(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,7 +55,7 @@ def hostile(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         ("mxfp4", 2, 2848, 0),
     ],
 )
-def test_bytes(emulated: dict[str, EmulatedModule], name: str, rows: int, hidden: int, alignment: int,
+def test_bytes(emulated: EmulatedModule, name: str, rows: int, hidden: int, alignment: int,
                dtype: torch.dtype, layout: ScaleLayout) -> None:  # fmt: skip
     """Every byte of rows and scales, padding of the layout among them, and none beside them."""
     from a2a.nvlink.quantize_rows import NUM_THREADS, fill
@@ -74,7 +73,7 @@ def test_bytes(emulated: dict[str, EmulatedModule], name: str, rows: int, hidden
         scales = kept[start : start + arranged.numel()]
         told = params.QuantizeParams()
         fill(told, form, x, data, scales, layout, scale)
-        emulated[name].launch("quantize_rows", [told], (2, 1), NUM_THREADS)
+        emulated.launch("quantize_rows", [told], (2, 1), NUM_THREADS)
         assert torch.equal(data.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales.view(arranged.shape), arranged)
         for memory, part in ((held, wanted), (kept, arranged)):
@@ -107,27 +106,25 @@ def test_one_launch_covers_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     kernel = Launches()
     quantizer = RowQuantizer.__new__(RowQuantizer)
-    quantizer._form, quantizer._kernel, quantizer._most_ctas = wire_format("nvfp4"), kernel, 40  # type: ignore[assignment]
+    quantizer._kernel, quantizer._most_ctas = kernel, 40  # type: ignore[assignment]
     quantizer._lock = threading.Lock()
     for rows, width, layout in (
         (3, 1040, ScaleLayout.LINEAR),
         (3, 1040, ScaleLayout.SWIZZLED_8X4),
         (3, 1040, ScaleLayout.SWIZZLED_128X4),
-        (0, 1040, ScaleLayout.LINEAR),
     ):
-        data, scales = quantizer.quantize(torch.zeros((rows, width)), 0, layout)
+        data, scales = quantizer.quantize(torch.zeros((rows, width)), "nvfp4", 0, layout)
         assert data.shape == (rows, width // 2) and scales.shape == layout.shape(rows, width // 16)
     # Three warps for 65 or 68 columns of 16 elements each, for each row of the layout.
     assert kernel.told == [((2, 1), 256, 3, 65), ((3, 1), 256, 8, 68), ((40, 1), 256, 128, 68)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_compiles_without_spills(arch: str, name: str, tmp_path: Path) -> None:
+def test_compiles_without_spills(arch: str, tmp_path: Path) -> None:
     from a2a.nvlink.compile import compile_kernel
     from a2a.nvlink.quantize_rows import FILE, constants
 
-    cubin, log = compile_kernel(FILE, constants(name), arch, preamble=params.device_source(), cache=tmp_path)
+    cubin, log = compile_kernel(FILE, constants(), arch, preamble=params.device_source(), cache=tmp_path)
     assert cubin[:4] == b"\x7fELF"
     # It shares its preamble with kernels that use all of it.
     assert all("never referenced" in line for line in log.splitlines() if "warning #" in line), log
