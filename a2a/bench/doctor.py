@@ -93,13 +93,30 @@ def diagnose() -> Diagnosis:
         _launcher(),
     ]
     transports = {name: tuple(_reasons(name, findings)) for name in TRANSPORTS}
-    chosen = next((name for name in AUTOMATIC if not transports[name]), None)
     for name, reasons in transports.items():
         text = "can serve" if not reasons else "cannot serve: " + "; ".join(reasons)
         findings.append(Finding(f"transport {name}", not reasons, text))
-    why = f"{chosen}: the first of {', '.join(AUTOMATIC)} that can serve here" if chosen else "no transport works here"
+    chosen, why = _automatic(transports)
     findings.append(Finding("auto would choose", chosen is not None, why))
     return Diagnosis(tuple(findings), transports, chosen)
+
+
+def _automatic(transports: Mapping[str, tuple[str, ...]]) -> tuple[str | None, str]:
+    """What `transport="auto"` takes here, or None, and why."""
+    try:
+        named = env.Env.read().transport
+    except A2AError as error:
+        return None, f"nothing: {error}"
+    if named not in (None, "auto"):
+        if named not in transports:
+            return None, f"nothing: A2A_TRANSPORT={named} is none of {', '.join(transports)}"
+        if transports[named]:
+            return None, f"nothing: A2A_TRANSPORT={named} cannot serve here"
+        return named, f"{named}: A2A_TRANSPORT names it"
+    chosen = next((name for name in AUTOMATIC if not transports[name]), None)
+    if chosen is None:
+        return None, "no transport works here"
+    return chosen, f"{chosen}: the first of {', '.join(AUTOMATIC)} that can serve here"
 
 
 def find_mpiexec() -> str | None:

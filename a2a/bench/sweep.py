@@ -157,10 +157,14 @@ def _device(sweep: Sweep, comm: Comm) -> torch.device:
     """Where rows lie: on this rank's GPU for the transports that move rows between GPUs."""
     if sweep.transport == "host" or not torch.cuda.is_available():
         return torch.device("cpu")
+    asked = sweep.transport
+    if asked == "auto":
+        # As the objects of the sweep will choose.
+        asked = Env.read().transport or asked
     any_config = ExchangeConfig(
         ep_size=comm.Get_size(), max_num_tokens=1, top_k=1, num_experts=comm.Get_size(), hidden_size=1
     )
-    chosen = choose(sweep.transport, any_config, comm).name
+    chosen = choose(asked, any_config, comm).name
     return torch.device("cuda", torch.cuda.current_device()) if chosen in GPU_TRANSPORTS else torch.device("cpu")
 
 
