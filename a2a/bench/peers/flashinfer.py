@@ -35,7 +35,7 @@ class FlashInfer(Implementation):
         try:
             _interface()
         except ImportError as error:
-            return f"{error}: pip install 'a2a[flashinfer]'"
+            return f"{error}: pip install flashinfer-python"
         return None
 
     def __init__(self, case: Case, comm: Comm) -> None:
