@@ -37,7 +37,6 @@ class Exchange(Implementation):
     """dispatch_tokens and combine, with the experts' output in the workspace or in a tensor of their own."""
 
     name: ClassVar[str] = "a2a"
-    about: ClassVar[str] = "MoeAlltoAll.dispatch_tokens and combine"
 
     def __init__(self, case: Case, comm: Comm) -> None:
         self._case = case

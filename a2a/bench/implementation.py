@@ -162,13 +162,11 @@ class Implementation(abc.ABC):
         name: in the table and on the command line.
         capturable: its rounds can be captured in a CUDA graph.
         role: "exchange" for what is checked by its results, "limit" for what only moves the bytes.
-        limit_of: of a peer, what it stands for in one line.
     """
 
     name: ClassVar[str]
     role: ClassVar[str] = "exchange"
     capturable: ClassVar[bool] = True
-    about: ClassVar[str]
 
     @abc.abstractmethod
     def __init__(self, case: Case, comm: Comm) -> None: ...

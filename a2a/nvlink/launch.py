@@ -109,7 +109,6 @@ class Kernel:
         parameters: filled in by the caller before `launch`.
         prepared: the caller's note of what the parameters and the shape are for.
         max_threads: of a block, as the kernel was compiled.
-        num_registers, local_bytes: of a thread; local bytes other than 0 are spills or arrays in memory.
     """
 
     def __init__(self, library: Library, name: str, parameters: type[ctypes.Structure], shared_bytes: int) -> None:
@@ -126,8 +125,6 @@ class Kernel:
                 # 48 KiB, a kernel's static memory included, is all that a launch gets without asking.
                 library.allow_shared_bytes(name, self._function, shared_bytes)
             self.max_threads = self._attribute(keys.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
-            self.num_registers = self._attribute(keys.CU_FUNC_ATTRIBUTE_NUM_REGS)
-            self.local_bytes = self._attribute(keys.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
         self._config = cu.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1

@@ -23,7 +23,6 @@ from a2a.nvlink.params import ScrubParams, device_source
 
 FILE: Final = "scrub_ids.cu"
 NUM_THREADS: Final = 256
-ID_DTYPES: Final = (torch.int32, torch.int64)
 
 _CTAS_PER_SM: Final = 8
 _STORE_BYTES: Final = 16

@@ -26,7 +26,6 @@ class AllGatherReduceScatter(Implementation):
     """Every rank sees every token; each contributes a row for each, zero where it holds none of the picks."""
 
     name: ClassVar[str] = "ag-rs"
-    about: ClassVar[str] = "torch.distributed: all-gather rows, ids and weights, reduce-scatter the sums, gloo or NCCL"
 
     def __init__(self, case: Case, comm: Comm) -> None:
         self._case = case

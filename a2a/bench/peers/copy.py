@@ -22,7 +22,6 @@ class Copy(Memcpy):
     """Plain copies of packed rows through the workspace of an exchange object of the same case."""
 
     name: ClassVar[str] = "copy"
-    about: ClassVar[str] = "one copy of packed rows to each receiver and one of combine rows from each"
 
     @classmethod
     def refusal(cls) -> str | None:

@@ -26,7 +26,6 @@ class FlashInfer(Implementation):
     """Dispatch of rows, scales, ids and weights, combine from the workspace; scrubbed ids, as a2a has them."""
 
     name: ClassVar[str] = "flashinfer"
-    about: ClassVar[str] = "FlashInfer's one-sided all-to-all over NVLink: MoeAlltoAll, or moe_ep where that is gone"
 
     @classmethod
     def refusal(cls) -> str | None:

@@ -24,7 +24,6 @@ class Memcpy(Implementation):
 
     name: ClassVar[str] = "memcpy"
     role: ClassVar[str] = "limit"
-    about: ClassVar[str] = "one copy of each row into the receiver's block and one of each combine row out of it"
 
     def __init__(self, case: Case, comm: Comm) -> None:
         self._case = case

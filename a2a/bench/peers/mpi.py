@@ -24,7 +24,6 @@ class MpiAllToAllv(Implementation):
     """One Alltoall of counts and an Alltoallv of each payload out, one Alltoallv back."""
 
     name: ClassVar[str] = "mpi"
-    about: ClassVar[str] = "mpi4py: sort by rank, Alltoallv both ways, index_add"
 
     def __init__(self, case: Case, comm: Comm) -> None:
         if importlib.util.find_spec("mpi4py") is None:

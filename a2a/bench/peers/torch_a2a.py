@@ -21,7 +21,6 @@ class TorchAllToAll(Implementation):
     """One collective for the counts and one for each payload out, one back."""
 
     name: ClassVar[str] = "torch-a2a"
-    about: ClassVar[str] = "torch.distributed: sort by rank, all_to_all_single both ways, index_add, gloo or NCCL"
     # Splits are lists of the host, which has to read the counts first.
     capturable: ClassVar[bool] = False
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
@@ -39,7 +37,6 @@ def test_on_one_clock_a_round_starts_with_its_first_rank() -> None:
 
 
 class _Logged(Implementation):
-    about: ClassVar[str] = ""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name  # type: ignore[misc]
