@@ -127,7 +127,7 @@ class PeerTimeout(A2AError, TimeoutError):
     phase: str
     round: int
     waited_s: float
-    change: str = "look at what the peer does, or raise timeout_s"
+    change: str = "look at what the peer does, or raise timeout_s (startup_timeout_s until the first round is over)"
 
     def story(self) -> str:
         return _sentence(
