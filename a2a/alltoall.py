@@ -203,20 +203,26 @@ class RoundContext:
             expert_id_payload_index: which payload holds the ids; None for the one that is `token_selected_experts`.
             eplb_local_stats: int32 `[Es]`, gathered into `eplb_gathered_stats`; on all ranks or on none.
             active_rank_mask: uint64 `[ceil(ep/64)]` on the CPU, copied into `rank_mask`; equal on all active ranks.
-            stream, num_sms, enable_pdl: launch options of GPU transports; without meaning on the host transport.
+            stream: a `torch.cuda.Stream` or its handle as an integer; None for the current one. What this object has
+                launched on another stream before goes first. Like the next two without meaning on the host transport.
+            num_sms: SMs that the launch may take; None for what the table of launch shapes says.
+            enable_pdl: programmatic dependent launch; None for what the table says.
 
         Returns:
             One view `[ep, R, *]` per payload, contiguous, in the workspace; block `s` holds the rows of source rank
             `s`. Valid until this rank calls combine.
 
         Host synchronisation:
-            The host transport returns when all rows have arrived. GPU transports do not synchronise.
+            The host transport returns when all rows have arrived. GPU transports do not synchronise: what a kernel or a
+            peer finds wrong later is raised by the next verb or `check()`.
 
         Raises:
             StateError: not idle.
             ShapeError, ConfigError: an argument does not fit; raised on every rank, nothing was sent, still idle.
             MismatchError: ranks disagree; raised on every rank, nothing was sent, still idle.
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
+            On GPUs a peer's kernels may be waiting already when an argument is refused or compared: the round is lost
+            then, received counts are 0, ids are invalid, and after any of these errors every rank must call `reset()`.
         """
         self._enter("dispatch", _IDLE)
         shared = self._shared
@@ -424,11 +430,12 @@ class RoundContext:
                 `use_low_precision`, taken at scale 1). `H'` equal on all ranks. Rows of no token are not read.
             runtime_max_tokens_per_rank: R of the dispatch.
             payload_in_workspace: the payload is the view of `get_combine_payload_tensor_in_workspace`: no copy is made.
-            output_dtype: None for the payload's dtype (bf16 with `use_low_precision`). float8_e4m3fn makes mxfp8, uint8
-                with e4m3 `output_scales` nvfp4, uint8 with uint8 (or e8m0) `output_scales` mxfp4: the sum is rounded to
-                the payload's dtype first, then quantised.
-            output_scales: where quantised output's scales are written, in `sf_layout`.
-            output_scalar_scale: global scale of nvfp4 output; 1.0 for everything else.
+            output_dtype: None for the payload's dtype (bf16 with `use_low_precision`, which sums to no other). fp16,
+                bf16, fp32; or float8_e4m3fn makes mxfp8, uint8 with e4m3 `output_scales` nvfp4, uint8 with uint8 (or
+                e8m0) `output_scales` mxfp4: the sum is rounded to the payload's dtype first, then quantised.
+            output_scales: where quantised output's scales are written: contiguous, of as many elements as
+                `sf_layout.shape(n, S)` says, S being the format's scales of a row.
+            output_scalar_scale: global scale of nvfp4 output, a number or a tensor of one; 1.0 for everything else.
             sf_layout: layout of `output_scales`.
             output: `[n, W]` tensor of the caller to write into; None makes one.
             use_low_precision: the wire carries e4m3 with an fp32 scale per 128 elements. An element of a row is off by
@@ -439,12 +446,14 @@ class RoundContext:
             `[n, W]`, `output` itself if given.
 
         Host synchronisation:
-            The host transport returns when the sums are complete. GPU transports do not synchronise.
+            The host transport returns when the sums are complete. GPU transports do not synchronise, as in `dispatch`.
 
         Raises:
             StateError: not dispatched.
             ShapeError, ConfigError, MismatchError: raised on every rank; still dispatched, combine may be called again.
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
+            On GPUs as in `dispatch`: after any of these but StateError every rank must call `reset()`; the output of a
+            lost round is NaN.
         """
         self._enter("combine", _DISPATCHED)
         shared, this = self._shared, self._round or self._last_round("combine")
@@ -905,7 +914,7 @@ class MoeAlltoAll(RoundContext):
     """The exchange of one Mixture-of-Experts layer group: dispatch to the experts' ranks, combine what they made.
 
     Building is collective: every rank of the group builds with equal values, or every rank raises. The object is a
-    context manager, and the first of its own `contexts`.
+    context manager, and the first of its own `contexts`. One thread at a time may call its verbs, contexts included.
 
     Args:
         max_num_tokens: M, local tokens a rank may dispatch in one round.
@@ -917,14 +926,16 @@ class MoeAlltoAll(RoundContext):
         dispatch_scale_bytes_per_token: bytes of scales beside a row.
         wire_format: "bf16", "fp16", "fp8_block", "mxfp8", "nvfp4" or "mxfp4", for `dispatch_tokens`.
         mx_alignment: multiple to which mxfp8 rows are padded, in elements.
-        combine_dtype_bytes_per_elem: 2, 4, or 1 for the e4m3 wire.
+        combine_dtype_bytes_per_elem: the widest element of a combine row: 2, 4, or 1 where every combine uses the e4m3
+            wire (`use_low_precision`), for which 2 has room too in rows of 6 elements or more.
         extra_payload_bytes_per_token: bytes of payloads beyond row, scales, int32 ids and fp32 weights.
         comm: a torch ProcessGroup, an mpi4py communicator, any object with their verbs, or None for the launcher's
             environment. Its size is `ep_size`.
         transport: a transport's name, or "auto" for the one A2A_TRANSPORT names, else the first that can.
         placement: rank of each expert; None for contiguous shares.
         name: tells objects of one program apart in the comparison between ranks.
-        row_order: "compact" or "token": see `dispatch` in the reference module.
+        row_order: "compact": row `j` of a block is the j-th of its source's tokens that has a pick here, padding behind
+            the last; "token": row `j` is token `j`, and rows of tokens without a pick here are padding.
         scrub: "ids" gives padded slots the invalid id, "all" fills their other payloads too, None leaves them alone.
         eplb_stats_num_experts: Es, length of the statistics gathered with a dispatch.
         enable_rank_mask: allow ranks to be masked out.
@@ -1090,7 +1101,10 @@ class MoeAlltoAll(RoundContext):
         self._at_close.append(release)
 
     def check(self) -> None:
-        """Raise the error that this rank or a peer has recorded, if any. No device synchronisation."""
+        """Raise the error that this rank or a peer has recorded, if any. No device synchronisation.
+
+        On GPUs a round is known to be good when its stream has been waited for and `check` raises nothing.
+        """
         self._require_open("check")
         self._shared.transport.check()
 
