@@ -92,11 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return command
 
-    def add_ranks(command: argparse.ArgumentParser, default: str) -> None:
+    def add_ranks(
+        command: argparse.ArgumentParser, default: str, transports: str = "auto (default), host, nvlink or nvshmem"
+    ) -> None:
         command.add_argument(
             "--ranks", type=_positive, metavar="N", help=f"start N local processes ({default}); not under a launcher"
         )
-        command.add_argument("--transport", default="auto", metavar="NAME", help="auto (default), host or nvlink")
+        command.add_argument("--transport", default="auto", metavar="NAME", help=transports)
         command.add_argument("--seed", type=int, default=0, help="of everything that is random (default 0)")
         command.add_argument(
             "--timeout", type=float, default=_DEFAULT_TIMEOUT_S, metavar="S",
@@ -108,16 +110,18 @@ def _parser() -> argparse.ArgumentParser:
         "time dispatch and combine, every size checked before and after",
         "Time dispatch, combine and the pair, in microseconds of the slowest rank of each round.\n"
         "Every size is checked bit by bit before it is timed and after. Without options: the recorded routing of\n"
-        "OLMoE-1B-7B over 4 local processes.",
+        "OLMoE-1B-7B over 4 local processes.\n\n"
+        "Columns: link MB, bytes of the rows that leave the busiest rank; GB/s, these by the median time; x limit,\n"
+        "the median time as a multiple of that of memcpy or copy, if one of them is a --peer; exact, the checks.",
     )
     what = bench.add_mutually_exclusive_group()
     what.add_argument("--preset", metavar="NAME", help="a model's shapes; `a2a presets` lists them")
     what.add_argument("--config", metavar="FILE", help="a bench plan: main, decode, prefill or a TOML file")
     add_ranks(bench, "default 4, or the plan's")
-    bench.add_argument("--tokens", type=_counts, metavar="N,N", help="tokens per rank (default 16,256)")
+    bench.add_argument("--tokens", type=_counts, metavar="N,N", help="tokens per rank (default 16,256, or the plan's)")
     bench.add_argument(
         "--wire-format", type=_words, metavar="F,F",
-        help="bf16 (default), fp16, fp8_block, mxfp8, nvfp4, mxfp4; preset means the model's usual one",
+        help="bf16 (default, or the plan's), fp16, fp8_block, mxfp8, nvfp4, mxfp4; preset means the model's usual one",
     )  # fmt: skip
     bench.add_argument(
         "--routing", type=_words, metavar="R,R",
@@ -129,12 +133,14 @@ def _parser() -> argparse.ArgumentParser:
         "--peer", action="extend", type=_words, metavar="NAME",
         help="also time another: torch-a2a, ag-rs, mpi, flashinfer, memcpy or copy (limits); may be repeated",
     )  # fmt: skip
-    bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default), token")
+    bench.add_argument("--row-order", type=_words, metavar="O,O", help="compact (default, or the plan's), token")
     bench.add_argument("--payload-in-workspace", type=_switches, default=(True,), metavar="yes|no",
                        help="experts write where combine reads (default yes)")  # fmt: skip
-    bench.add_argument("--mode", type=_words, default=("eager",), metavar="M", help="eager (default); graph on GPUs")
-    bench.add_argument("--rounds", type=_positive, metavar="N", help="timed rounds of each size (default 20)")
-    bench.add_argument("--rounds-per-graph", type=_positive, metavar="N", help="with --mode graph")
+    bench.add_argument("--mode", type=_words, default=("eager",), metavar="M,M", help="eager (default); graph on GPUs")
+    bench.add_argument(
+        "--rounds", type=_positive, metavar="N", help="timed rounds of each size (default 20, or the plan's)"
+    )
+    bench.add_argument("--rounds-per-graph", type=_positive, metavar="N", help="with --mode graph (default 20)")
     bench.add_argument("--num-sms", type=_positive, metavar="N", help="SMs a GPU transport may use")
 
     check = add(
@@ -157,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         "counting. Every shape's sums are compared. The table goes to --output; A2A_TUNING=FILE takes it,\n"
         "configs/tuning ships it.",
     )
-    add_ranks(tune, "default: one per GPU")
+    add_ranks(tune, "default: one per GPU", "nvlink (default) or nvshmem")
     tune.add_argument("--preset", default=_TUNED_PRESET, metavar="NAME", help="whose shapes (default %(default)s)")
     tune.add_argument("--tokens", type=_counts, default=_TUNED_TOKENS, metavar="N,N",
                       help="tokens per rank (default 1 to 8192)")  # fmt: skip
@@ -181,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--max-tokens", type=_positive, required=True, metavar="N", help="capacity, tokens per rank")
     plan.add_argument("--tokens", type=int, metavar="N", help="tokens per rank of the round (default: the capacity)")
     plan.add_argument("--wire-format", default="bf16", metavar="F", help="bf16 (default), ..., preset")
-    plan.add_argument("--transport", default="host", metavar="NAME", help="host (default) or nvlink")
+    plan.add_argument("--transport", default="host", metavar="NAME", help="host (default), nvlink or nvshmem")
     plan.add_argument("--routing", default="uniform", metavar="R", help="as in bench (default uniform)")
     plan.add_argument("--row-order", default="compact", metavar="O", help="compact (default) or token")
     plan.add_argument("--seed", type=int, default=0, help="of a generated routing (default 0)")

@@ -30,7 +30,7 @@ class Plan:
         max_tokens: capacity, tokens per rank.
         tokens: tokens per rank of the round that is predicted.
         wire_format: dispatch wire.
-        transport: "host" or "nvlink".
+        transport: a transport's name.
         routing: of the round that is predicted.
         row_order: of the receive blocks.
         seed: of a generated routing.
