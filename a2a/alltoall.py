@@ -914,7 +914,8 @@ class MoeAlltoAll(RoundContext):
     """The exchange of one Mixture-of-Experts layer group: dispatch to the experts' ranks, combine what they made.
 
     Building is collective: every rank of the group builds with equal values, or every rank raises. The object is a
-    context manager, and the first of its own `contexts`. One thread at a time may call its verbs, contexts included.
+    context manager, and the first of its own `contexts`. Verbs are for one thread at a time; on the host transport each
+    context may have a thread of its own.
 
     Args:
         max_num_tokens: M, local tokens a rank may dispatch in one round.

@@ -35,7 +35,12 @@ __all__ = [
 WIRE_FORMATS: Final[Mapping[str, WireFormat]] = MappingProxyType(
     {form.name: form for form in (Bf16(), Fp16(), Fp8Block(), Mxfp8(), Nvfp4(), Mxfp4())}
 )
-"""Every wire format by name."""
+"""Every wire format by name.
+
+A new one is a file of this room and an entry here; if it has scales, also a twin beside the file for GPUs, an entry in
+`nvlink/params.WIRE_FORMATS` and its branch in `nvlink/kernels/quantize.cuh`, and with scales of one byte one in
+`nvlink/quantize_rows.FORMATS`. Which dtypes of combine's output mean it, `arguments.Arguments.output` says.
+"""
 
 
 def wire_format(name: str) -> WireFormat:

@@ -139,5 +139,10 @@ def test_every_output_that_combine_can_quantize_has_the_kernel() -> None:
     assert set(named) == {name for name, size in sizes.items() if size == 1}
 
 
+def test_every_format_with_scales_has_a_twin() -> None:
+    wanted = {name for name, form in WIRE_FORMATS.items() if form.scales_dtype is not None}
+    assert set(params.WIRE_FORMATS) == {None, *wanted}
+
+
 def test_layouts_are_numbered_alike() -> None:
     assert [each.value for each in ScaleLayout] == list(params.SCALE_LAYOUTS)
