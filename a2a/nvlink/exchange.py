@@ -1,6 +1,6 @@
 """nvlink/exchange: one rank's kernels on a workspace: which module, which grid, which parameters.
 
-Owns the two kernel modules, the fields of their parameter structs and the words shared with the host. Refuses to know
+Owns the kernel modules, the fields of their parameter structs and the words shared with the host. Refuses to know
 how the workspace came to be (any uint8 CUDA tensor will do, several ranks of one process on one GPU among them), who
 the peers are and what becomes of a recorded failure.
 """

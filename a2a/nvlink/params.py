@@ -44,7 +44,7 @@ Regimes
     land in the dispatch area, which is dead from the start of combine on. The next bulk dispatch of a rank that has
     pushed waits for every rank's header before it writes there, and so until those rows are read.
 
-Kernels, one module per phase; entry points
+Kernels, of dispatch.cu a module for each wire format it makes, of combine.cu one for each type of payload; entry points
     dispatch.cu   dispatch_small_{words,bytes}, dispatch_bulk                        (DispatchParams by value)
     combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3},
                   combine_push_{bf16,fp16,fp32}; with the constant QUANTIZED_OUTPUT instead
@@ -72,7 +72,8 @@ Launch rules
     c * (1 + y) and g, and why programmatic launch (which makes the next kernel resident early) must be off when ranks
     share a device.
 
-Compile-time constants (-D): `defines(config, ...)`.
+Compile-time constants (-D): `defines(config, ...)`, and for combine.cu ONE_TYPE, an index into OUTPUT_TYPES or 3 for
+e4m3; all types where it is not given.
 
 Waiting
     Every wait ends: by its signal, by HostWords.timeout_ns (start-up budget in first_round), by HostWords.abort, or
@@ -218,7 +219,7 @@ class QuantizeParams(ctypes.Structure):
 
 
 class CombineParams(ctypes.Structure):
-    """What combine_small_* and combine_bulk_* are told."""
+    """What combine_small_*, combine_bulk_* and combine_push_* are told."""
 
     _fields_ = (
         ("workspace", ctypes.c_uint64),
@@ -320,7 +321,7 @@ def device_source() -> str:
 
 
 def defines(config: ExchangeConfig, *, wire_format: str | None = None, placement_table: bool) -> dict[str, int]:
-    """Every -D constant of both modules.
+    """Every -D constant that all kernel files share; combine.cu's ONE_TYPE is its own.
 
     Args:
         config: the exchange.

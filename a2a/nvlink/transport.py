@@ -75,7 +75,7 @@ class NvlinkTransport(Transport):
     The rank's GPU is the current device at construction. Several ranks may share a GPU.
 
     Attributes:
-        lines: what the probe of the small regime's lines found; where one was torn, rounds of any size are "bulk".
+        lines: what the probe of the small regime's lines found; where one was torn, no round takes that regime.
     """
 
     name: ClassVar[str] = "nvlink"

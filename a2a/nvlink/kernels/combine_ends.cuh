@@ -1,4 +1,4 @@
-// nvlink/kernels/combine_ends: what both regimes of combine do around the rows.
+// nvlink/kernels/combine_ends: what all regimes of combine do around the rows.
 //
 // Owns headers, who holds a token's rows, which rows are valid here, and what a void round leaves behind.
 #pragma once
