@@ -202,7 +202,9 @@ class RoundContext:
             invalid_token_expert_id: id given to padded slots; None for -1. Ignored with `scrub=None`.
             expert_id_payload_index: which payload holds the ids; None for the one that is `token_selected_experts`.
             eplb_local_stats: int32 `[Es]`, gathered into `eplb_gathered_stats`; on all ranks or on none.
-            active_rank_mask: uint64 `[ceil(ep/64)]` on the CPU, copied into `rank_mask`; equal on all active ranks.
+            active_rank_mask: uint64 `[ceil(ep/64)]` on the CPU, copied into `rank_mask`; equal on all active ranks. On
+                GPUs the copy waits for the current stream and cannot be captured: `rank_mask` itself can be written
+                there.
             stream: a `torch.cuda.Stream` or its handle as an integer; None for the current one. What this object has
                 launched on another stream before goes first. Like the next two without meaning on the host transport.
             num_sms: SMs that the launch may take; None for what the table of launch shapes says.
@@ -295,12 +297,13 @@ class RoundContext:
         """Quantise to the object's wire format inside the exchange and dispatch hidden states, ids and weights.
 
         Args:
-            hidden_states: `[n, H']` in bf16, fp16 or fp32 to be quantised, or already in the wire format; `H'` at most
-                hidden_size, equal on all ranks.
+            hidden_states: `[n, H']` in bf16, fp16 or fp32 to be quantised, or already in the wire format (those without
+                scales take nothing else); `H'` at most hidden_size, equal on all ranks.
             topk_ids: int32 or int64 `[n, k]`; received as int32, ids that int32 cannot hold as -1.
             topk_weights: float32 `[n, k]`.
             runtime_max_tokens_per_rank, invalid_token_expert_id, eplb_local_stats, active_rank_mask: as in `dispatch`.
-            scale: linear scales `[n, S]` of hidden states that are already quantised; None otherwise.
+            scale: linear scales `[n, S]`, in the format's dtype, of hidden states that are already quantised; None
+                otherwise.
             global_scale: float32 scalar tensor for nvfp4, equal on all ranks; None for 1.0.
             scale_layout: layout of the returned scales; anything but LINEAR makes a new tensor.
             stream, num_sms, enable_pdl: as in `dispatch`.
