@@ -206,7 +206,8 @@ class RoundContext:
                 GPUs the copy waits for the current stream and cannot be captured: `rank_mask` itself can be written
                 there.
             stream: a `torch.cuda.Stream` or its handle as an integer; None for the current one. What this object has
-                launched on another stream before goes first. Like the next two without meaning on the host transport.
+                launched on another stream before goes first, but while a graph is captured. Like the next two without
+                meaning on the host transport.
             num_sms: SMs that the launch may take; None for what the table of launch shapes says.
             enable_pdl: programmatic dependent launch; None for what the table says.
 
@@ -224,7 +225,8 @@ class RoundContext:
             MismatchError: ranks disagree; raised on every rank, nothing was sent, still idle.
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
             On GPUs a peer's kernels may be waiting already when an argument is refused or compared: the round is lost
-            then, received counts are 0, ids are invalid, and after any of these errors every rank must call `reset()`.
+            then, received counts are 0, ids are invalid, and after any of these but StateError every rank must call
+            `reset()`.
         """
         self._enter("dispatch", _IDLE)
         shared = self._shared
@@ -455,8 +457,7 @@ class RoundContext:
             StateError: not dispatched.
             ShapeError, ConfigError, MismatchError: raised on every rank; still dispatched, combine may be called again.
             PeerTimeout, PeerLost: the round is lost; every rank must call `reset()`.
-            On GPUs as in `dispatch`: after any of these but StateError every rank must call `reset()`; the output of a
-            lost round is NaN.
+            On GPUs as in `dispatch`: every rank must call `reset()`; the output of a lost round is NaN.
         """
         self._enter("combine", _DISPATCHED)
         shared, this = self._shared, self._round or self._last_round("combine")
@@ -1107,7 +1108,7 @@ class MoeAlltoAll(RoundContext):
     def check(self) -> None:
         """Raise the error that this rank or a peer has recorded, if any. No device synchronisation.
 
-        On GPUs a round is known to be good when its stream has been waited for and `check` raises nothing.
+        On GPUs this rank's round is known to be good when its stream has been waited for and `check` raises nothing.
         """
         self._require_open("check")
         self._shared.transport.check()
