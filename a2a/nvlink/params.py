@@ -44,7 +44,7 @@ Regimes
     land in the dispatch area, which is dead from the start of combine on. The next bulk dispatch of a rank that has
     pushed waits for every rank's header before it writes there, and so until those rows are read.
 
-Kernels, of dispatch.cu a module for each wire format it makes, of combine.cu one for each type of payload; entry points
+Kernels, of dispatch.cu a module for each wire format it makes, of combine.cu two for each type of payload; entry points
     dispatch.cu   dispatch_small_{words,bytes}, dispatch_bulk                        (DispatchParams by value)
     combine.cu    combine_small_{words,bytes}_{bf16,fp16,fp32}, combine_bulk_{bf16,fp16,fp32,e4m3},
                   combine_push_{bf16,fp16,fp32}; with the constant QUANTIZED_OUTPUT instead
@@ -73,7 +73,7 @@ Launch rules
     share a device.
 
 Compile-time constants (-D): `defines(config, ...)`, and for combine.cu ONE_TYPE, an index into OUTPUT_TYPES or 3 for
-e4m3; all types where it is not given.
+e4m3 (all types where it is not given), and QUANTIZED_OUTPUT for the kernels that make a format of their sums.
 
 Waiting
     Every wait ends: by its signal, by HostWords.timeout_ns (start-up budget in first_round), by HostWords.abort, or
@@ -321,7 +321,7 @@ def device_source() -> str:
 
 
 def defines(config: ExchangeConfig, *, wire_format: str | None = None, placement_table: bool) -> dict[str, int]:
-    """Every -D constant that all kernel files share; combine.cu's ONE_TYPE is its own.
+    """Every -D constant that all kernel files share; combine.cu has two of its own.
 
     Args:
         config: the exchange.
