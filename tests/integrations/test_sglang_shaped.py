@@ -305,6 +305,32 @@ ON = {"moe_a2a_backend": "flashinfer", "tp_size": 8, "ep_size": 8, "attn_dp_size
             {"moe_runner_backend": "deep_gemm", "quantization": "fp8", "flashinfer_a2a_dispatch_type": "auto"},
             ("bf16", "deep_gemm"),
         ),
+        # Of runners that the user names, those without mxfp8 experts give way.
+        ({"moe_runner_backend": "deep_gemm", "quantization": "mxfp8"}, ("bf16", "deep_gemm")),
+        ({"moe_runner_backend": "triton", "quantization": "mxfp8"}, ("bf16", "flashinfer_trtllm")),
+        (
+            {
+                "moe_runner_backend": "flashinfer_cutedsl",
+                "quantization": "mxfp8",
+                "flashinfer_a2a_dispatch_type": "mxfp8",
+                "cutedsl_w4a16": True,
+            },
+            ("mxfp8", "flashinfer_trtllm_routed"),
+        ),
+        ({"moe_runner_backend": "flashinfer_cutedsl", "quantization": "nvfp4_online"}, ("bf16", "flashinfer_cutedsl")),
+        (
+            {"moe_runner_backend": "flashinfer_cutedsl", "quantization": "fp8", "has_nvfp4_moe": True},
+            ("nvfp4", "flashinfer_cutedsl"),
+        ),
+        # The routed one, which the other becomes, is not asked what experts it takes by itself.
+        (
+            {
+                "moe_runner_backend": "flashinfer_trtllm",
+                "quantization": "compressed-tensors",
+                "flashinfer_a2a_dispatch_type": "bf16",
+            },
+            ("bf16", "flashinfer_trtllm_routed"),
+        ),
     ],
     ids=str,
 )
@@ -354,6 +380,24 @@ def test_arguments_that_go_together(arguments: dict[str, Any], wanted: tuple[str
         (
             {"moe_runner_backend": "deep_gemm", "attn_dp_size": 4, "chunked_prefill_size": -1},
             ["attn_dp_size equal to tp_size 8", "chunked_prefill_size"],
+        ),
+        ({"moe_runner_backend": "flashinfer_cutlass", "quantization": "fp8"}, ["one of None, modelopt_fp4"]),
+        ({"moe_runner_backend": "flashinfer_cutedsl"}, ["one of modelopt_fp4", "flashinfer_cutedsl"]),
+        ({"moe_runner_backend": "flashinfer_trtllm", "quantization": "minimax_m3_nvfp4"}, ["compressed-tensors"]),
+        ({"moe_runner_backend": "flashinfer_trtllm_routed", "quantization": "modelopt_fp8"}, ["minimax_m3_nvfp4"]),
+        ({"moe_runner_backend": "deep_gemm", "quantization": "nvfp4_online"}, ["flashinfer_cutedsl for nvfp4_online"]),
+        ({"quantization": "nvfp4_online", "is_consumer_blackwell": True}, ["SM100 or SM103"]),
+        ({"moe_runner_backend": "flashinfer_cutlass", "ep_size": 2}, ["ep_size 1 or tp_size 8"]),
+        ({"moe_runner_backend": "deep_gemm", "tp_size": 1, "ep_size": 1, "attn_dp_size": 1}, ["above 1"]),
+        (
+            {
+                "moe_runner_backend": "deep_gemm",
+                "tp_size": 2,
+                "ep_size": 2,
+                "attn_dp_size": 1,
+                "sequence_parallel_prefill": True,
+            },
+            ["on 4 or 8 ranks"],
         ),
     ],
     ids=str,

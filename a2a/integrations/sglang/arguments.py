@@ -7,6 +7,8 @@ the engine's configuration: the answer depends on the arguments alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from a2a.errors import ConfigError
@@ -27,6 +29,48 @@ DROPS_NEGATIVE_IDS: Final = ("deep_gemm", "flashinfer_trtllm", "flashinfer_trtll
 
 WRITES_IN_PLACE: Final = ("flashinfer_cutlass",)
 """Runners that take a tensor to write into, and are given the combine area."""
+
+QUANTIZATIONS: Final[Mapping[str, tuple[str | None, ...]]] = MappingProxyType(
+    {
+        "flashinfer_cutlass": (None, "modelopt_fp4", "modelopt_fp8", "modelopt_mixed"),
+        "flashinfer_cutedsl": ("modelopt_fp4", "modelopt_mixed", "nvfp4_online"),
+        "flashinfer_trtllm": (
+            None,
+            "compressed-tensors",
+            "fp8",
+            "modelopt_fp4",
+            "modelopt_fp8",
+            "modelopt_mixed",
+            "mxfp8",
+            "nvfp4_online",
+        ),
+        "flashinfer_trtllm_routed": (
+            None,
+            "fp8",
+            "minimax_m3_nvfp4",
+            "modelopt_fp4",
+            "modelopt_mixed",
+            "mxfp8",
+            "nvfp4_online",
+        ),
+    }
+)
+"""Quantisations that a runner takes where the user names it, None being 16-bit weights; runners not here take any."""
+
+NVFP4_ONLINE_RUNNERS: Final = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutedsl")
+"""Runners of experts that become NVFP4 when they are loaded."""
+
+MXFP8_RUNNERS: Final = (
+    "cutlass",
+    "deep_gemm",
+    "flashinfer_megamoe",
+    "flashinfer_trtllm",
+    "flashinfer_trtllm_routed",
+)
+"""Runners of mxfp8 experts; another one that the user names gives way to `flashinfer_trtllm`."""
+
+SEQUENCE_PARALLEL_RANKS: Final = (4, 8)
+"""Sizes of a group whose model may shard sequences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +118,7 @@ def resolve_config(
         nvfp4_dispatch_variable: SGLANG_MOE_NVFP4_DISPATCH; None where it is not set.
         cutedsl_w4a16: SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16: experts of 4-bit weights that take 16-bit rows.
         sequence_parallel_prefill: the model shards sequences evenly over the ranks, in place of attention's data
-            parallelism.
+            parallelism; on 4 or 8 ranks.
         is_consumer_blackwell: SM110 or SM120.
 
     Returns:
@@ -94,9 +138,10 @@ def resolve_config(
     wrong = _topology(tp_size, attn_dp_size, sequence_parallel_prefill, chunked_prefill_size, disaggregation_mode)
     if ep_size != tp_size:
         reasons.append(f"ep_size {tp_size}: all {tp_size} tensor-parallel ranks exchange tokens")
-    runner = moe_runner_backend
-    if runner == "auto":
-        runner = _default_runner(quantization, is_consumer_blackwell, reasons)
+    runner = _runner(moe_runner_backend, quantization, is_consumer_blackwell, reasons)
+    wrong += _unfit_experts(runner, quantization, has_nvfp4_moe, is_consumer_blackwell)
+    if runner in ("flashinfer_cutlass", "flashinfer_cutedsl") and ep_size not in (1, tp_size):
+        wrong.append(f"ep_size 1 or tp_size {tp_size} with moe_runner_backend {runner}")
     if runner == "flashinfer_trtllm" and flashinfer_a2a_dispatch_type is not None:
         runner = "flashinfer_trtllm_routed"
         reasons.append(f"moe_runner_backend {runner}: rows arrive with ids and weights chosen")
@@ -129,20 +174,48 @@ def _topology(
     tp_size: int, attn_dp_size: int | None, sequence_parallel: bool, chunked_prefill_size: int, disaggregation: str
 ) -> list[str]:
     wrong = []
-    if attn_dp_size != tp_size and not (sequence_parallel and attn_dp_size in (None, 1)):
+    if attn_dp_size in (None, 1):
+        if not sequence_parallel or tp_size not in SEQUENCE_PARALLEL_RANKS:
+            ranks = " or ".join(map(str, SEQUENCE_PARALLEL_RANKS))
+            wrong.append(
+                f"attn_dp_size equal to tp_size {tp_size} and above 1, so that every rank knows how many tokens each "
+                f"has, or sequence_parallel_prefill on {ranks} ranks"
+            )
+    elif attn_dp_size != tp_size:
         wrong.append(f"attn_dp_size equal to tp_size {tp_size}, so that every rank knows how many tokens each has")
     if disaggregation != "decode" and chunked_prefill_size <= 0:
         wrong.append("chunked_prefill_size above 0, since the workspace holds so many tokens and no more")
     return wrong
 
 
-def _default_runner(quantization: str | None, is_consumer_blackwell: bool, reasons: list[str]) -> str:
+def _runner(asked: str, quantization: str | None, is_consumer_blackwell: bool, reasons: list[str]) -> str:
+    if asked != "auto":
+        if quantization != "mxfp8" or asked in MXFP8_RUNNERS:
+            return asked
+        reasons.append(f"moe_runner_backend flashinfer_trtllm: {asked} runs no mxfp8 experts")
+        return "flashinfer_trtllm"
     runner = {"mxfp8": "flashinfer_trtllm", "nvfp4_online": "flashinfer_trtllm"}.get(quantization or "", "auto")
     if quantization == "modelopt_fp4" and is_consumer_blackwell:
         runner = "flashinfer_cutlass"
     if runner != "auto":
         reasons.append(f"moe_runner_backend {runner}: what {quantization} experts run on")
     return runner
+
+
+def _unfit_experts(
+    runner: str, quantization: str | None, has_nvfp4_moe: bool, is_consumer_blackwell: bool
+) -> list[str]:
+    wrong = []
+    if quantization == "nvfp4_online":
+        if is_consumer_blackwell:
+            wrong.append("SM100 or SM103 for quantization nvfp4_online")
+        if runner not in NVFP4_ONLINE_RUNNERS:
+            wrong.append("moe_runner_backend one of " + ", ".join(NVFP4_ONLINE_RUNNERS) + " for nvfp4_online")
+    allowed = QUANTIZATIONS.get(runner, (quantization,))
+    if quantization not in allowed and not (runner == "flashinfer_cutedsl" and has_nvfp4_moe):
+        names = ", ".join(str(each) for each in allowed)
+        wrong.append(f"quantization one of {names} with moe_runner_backend {runner}")
+    return wrong
 
 
 def _undemanded_type(is_nvfp4: bool, variable: bool | None, reasons: list[str]) -> str:
