@@ -151,6 +151,7 @@ LAYERS: dict[str, tuple[int, Any, bool]] = {
     "bf16": (96, QuantConfig(), False),
     "deferred": (160, QuantConfig("nvfp4"), True),
     "nvfp4": (160, QuantConfig("nvfp4", a1_gscale=torch.tensor([37.0])), False),
+    "nvfp4, a scale for each expert": (96, QuantConfig("nvfp4", a1_gscale=torch.full((3,), 37.0)), False),
     "nvfp4 in tiles": (64, QuantConfig("nvfp4", is_scale_swizzled=True), False),
     "mxfp8": (160, QuantConfig("mxfp8"), False),
     "mxfp8 padded": (160, QuantConfig("mxfp8", mx_alignment=128), False),
@@ -199,7 +200,7 @@ def values(form: RowFormat, received: Tensor, scales: Tensor | None, hidden: int
         scales = unswizzle_scales(scales, ScaleLayout.SWIZZLED_128X4, received.shape[0], cols)
     scale = {}
     if form.name == "nvfp4" and quant.a1_gscale is not None:
-        scale = {"global_scale": quant.a1_gscale.to(received.device)}
+        scale = {"global_scale": quant.a1_gscale[:1].to(received.device)}
     return form.wire.dequantize(received, scales, hidden_size=hidden, dtype=torch.bfloat16, **scale)
 
 

@@ -58,7 +58,8 @@ class RowFormat:
 
         Args:
             rows: bf16, fp16 or fp32, on any device, n >= 0; not modified.
-            global_scale: one number for nvfp4; None for 1.0. Other formats have none and leave it alone.
+            global_scale: fp32 numbers for nvfp4, of which the first counts, as engines keep one for each expert and
+                their kernels read the first; None for 1.0. Other formats have none and leave it alone.
 
         No host synchronisation.
         """
@@ -66,5 +67,5 @@ class RowFormat:
             return rows, None
         scale = None
         if self.wire.needs_global_scale and global_scale is not None:
-            scale = global_scale.to(rows.device, torch.float32).reshape(())
+            scale = global_scale.reshape(-1)[:1].to(rows.device, torch.float32).reshape(())
         return self.wire.quantize(rows, alignment=self.alignment, global_scale=scale)
