@@ -166,6 +166,10 @@ def experts_that_pad_and_experts_that_leave_the_sum(comm: Any) -> None:
     output = torch.empty_like(rows)
     layer.finalize(output, got.clone(), got_weights, got_ids, True, None)
     assert torch.equal(output, rows * weights[:, :1].bfloat16() * distinct_ranks(alone)[:, None].bfloat16())
+    # One pick a token: as many rows as experts that reduce give back, and yet without its weight.
+    got, *_, got_ids, got_weights = layer.prepare(rows, weights[:, :1], alone, NUM_EXPERTS, None, False, None)
+    layer.finalize(output, got[:, None, :].clone(), got_weights, got_ids, False, WeightAndReduce())
+    assert torch.equal(output, (rows.float() * weights[:, :1] * distinct_ranks(alone)[:, None]).bfloat16())
     with pytest.raises(ConfigError, match="top_k = 1"):
         layer.prepare(rows, weights, ids, NUM_EXPERTS, None, True, None)
     with pytest.raises(ConfigError, match=r"mxfp6.*'nvfp4', 'mxfp8'.*block_shape"):

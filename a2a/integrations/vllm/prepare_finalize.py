@@ -211,7 +211,7 @@ class PrepareAndFinalize:
         context, most = self.all2all_manager.round_context(), self._most[self._engine.micro_batch()]
         received = self._num_rows(most)
         rows = fused_expert_output
-        if rows.numel() != received * rows.shape[-1]:
+        if rows.dim() == 3 or rows.numel() != received * rows.shape[-1]:
             reduction = self._engine.choose_reduction(weight_and_reduce_impl)
             rows = reduction.apply(
                 output=None,
