@@ -148,6 +148,14 @@ def experts_that_pad_and_experts_that_leave_the_sum(comm: Any) -> None:
     layer.finalize(output, padded, got_weights, got_ids, False, None)
     assert torch.equal(output, wanted)
 
+    # A layer of padded rows, whose experts leave the padding out.
+    got, *_, got_ids, got_weights = layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
+    area = layer.allocate_fused_expert_output((got.shape[0], 64), got.dtype, got.device, None)
+    assert area is not None
+    made, output = area.copy_(got[:, :64]), torch.empty_like(rows[:, :64].contiguous())
+    layer.finalize(output, made, got_weights, got_ids, False, None)
+    assert torch.equal(output, wanted[:, :64])
+
     got, *_, got_ids, got_weights = layer.prepare(rows, weights, ids, NUM_EXPERTS, None, False, None)
     each = got[:, None, :].expand(-1, TOP_K, -1) / TOP_K
     output = torch.empty(rows.shape, dtype=torch.float32)

@@ -34,7 +34,8 @@ class PrepareAndFinalize:
     Args:
         engine: what is asked of vLLM.
         max_num_tokens: most tokens a rank brings in one round.
-        top_k, num_experts, hidden_size: of the layer; hidden_size without padding.
+        top_k, num_experts, hidden_size: of the layer; hidden_size of its rows, which vLLM pads for some experts, the
+            most that comes back.
         num_dispatchers: ranks of the group, as vLLM counts them.
         **sizes: what a row takes, in any release's words: see `payload.row_bytes_per_token`.
 
@@ -163,7 +164,10 @@ class PrepareAndFinalize:
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
     ) -> Tensor | None:
-        """The combine area, for experts whose output is one row for each row received; None for others."""
+        """The combine area, for experts whose output is one row for each row received; None for others.
+
+        Rows may be narrower than the layer's: experts that take padded rows may give back unpadded ones.
+        """
         moe = self.all2all_manager.moe_alltoall
         context, most = self.all2all_manager.round_context(), self._most[self._engine.micro_batch()]
         fits = (
@@ -173,7 +177,7 @@ class PrepareAndFinalize:
             and dtype in (torch.bfloat16, torch.float16, torch.float32)
             and len(shape) == 2
             and shape[0] == moe.ep_size * most
-            and shape[1] == self._hidden_size
+            and shape[1] <= self._hidden_size
             and shape[1] * dtype.itemsize <= moe.config.combine_bytes_per_token
         )
         if not fits:
