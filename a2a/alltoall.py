@@ -356,7 +356,7 @@ class RoundContext:
             sent_ids = topk_ids
             if topk_ids.dtype != torch.int32:
                 with self._on(stream):
-                    sent_ids = _narrow_ids(topk_ids)
+                    sent_ids = narrow_ids(topk_ids)
             if tokens.wire.scales_dtype is None:
                 rows: tuple[Tensor | None, ...] = (hidden_states, sent_ids, topk_weights)
             else:
@@ -1274,5 +1274,6 @@ def _keep(kept: dict[Hashable, _Kept], key: Hashable, made: _Kept) -> None:
     kept[key] = made
 
 
-def _narrow_ids(ids: Tensor) -> Tensor:
-    return torch.where(ids == ids.to(torch.int32), ids, -1).to(torch.int32)
+def narrow_ids(ids: Tensor) -> Tensor:
+    """Integer ids as int32, those that int32 cannot hold as -1: cut off, they could name an expert. int32: as it is."""
+    return ids if ids.dtype == torch.int32 else torch.where(ids == ids.to(torch.int32), ids, -1).to(torch.int32)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from a2a.alltoall import narrow_ids
 from a2a.comm import Comm
 from a2a.comm.protocol import SingleComm
 from a2a.env import Env
@@ -307,7 +308,7 @@ class NVLinkOneSidedAlltoAll:
 
         Args:
             hidden_states: `[n, *]`, in any format.
-            topk_ids: `[n, k]`, global ids; received as int32.
+            topk_ids: `[n, k]`, global ids; received as int32, ids that int32 cannot hold as -1.
             topk_weights: `[n, k]`; on all ranks or on none, as are the scales and the statistics.
             hidden_states_scale: `[n, *]`.
             max_tokens_per_rank, runtime_max_tokens_per_rank: two names of one value, equal on all ranks and at least
@@ -320,7 +321,7 @@ class NVLinkOneSidedAlltoAll:
         """
         tokens = self._rows_of_a_block(max_tokens_per_rank, runtime_max_tokens_per_rank)
         alltoall = self.alltoall
-        ids = topk_ids if topk_ids.dtype == torch.int32 else topk_ids.to(torch.int32)
+        ids = narrow_ids(topk_ids)
         payloads = [hidden_states.contiguous()]
         if hidden_states_scale is not None:
             payloads.append(hidden_states_scale.contiguous())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2a.alltoall import MoeAlltoAll
+from a2a.alltoall import MoeAlltoAll, narrow_ids
 from a2a.errors import ConfigError
 from a2a.integrations.after_import import after_import
 from a2a.integrations.shared_exchange import Exchanges
@@ -169,7 +169,7 @@ class Communication:
         Args:
             hidden_states: `[n, W]` of any dtype, as it is to arrive.
             hidden_states_sf: its scales `[n, S]`, linear, or None.
-            token_selected_slots: int32 or int64 `[n, k]`; arrives as int32.
+            token_selected_slots: int32 or int64 `[n, k]`; arrives as int32, what that cannot hold as -1.
             token_final_scales: weights `[n, k]`, or None.
             all_rank_num_tokens: tokens of every rank; R is the largest.
             use_dp_padding: unused: R is the same on all ranks either way.
@@ -184,7 +184,7 @@ class Communication:
         Raises:
             As `MoeAlltoAll.dispatch`.
         """
-        slots = token_selected_slots.to(torch.int32).contiguous()
+        slots = narrow_ids(token_selected_slots).contiguous()
         given = (hidden_states, hidden_states_sf, slots, token_final_scales)
         payloads = [each.contiguous() for each in given if each is not None]
         ids_payload = 1 if hidden_states_sf is None else 2

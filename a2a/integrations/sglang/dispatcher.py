@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2a.alltoall import MoeAlltoAll
+from a2a.alltoall import MoeAlltoAll, narrow_ids
 from a2a.errors import ConfigError, ShapeError, StateError
 from a2a.integrations.rows import RowFormat
 from a2a.integrations.sglang.arguments import DROPS_NEGATIVE_IDS, WRITES_IN_PLACE
@@ -134,7 +134,7 @@ class Dispatcher:
         form = self.row_format()
         self._check_rows(hidden_states)
         data, scales = self._quantized(form, hidden_states)
-        ids, weights = topk.topk_ids.to(torch.int32).contiguous(), topk.topk_weights.contiguous()
+        ids, weights = narrow_ids(topk.topk_ids).contiguous(), topk.topk_weights.contiguous()
         payloads = [data, ids, weights] if scales is None else [data, scales, ids, weights]
         n, most = hidden_states.shape[0], self._engine.tokens_per_rank()
         most = max(1, n if most is None else most)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from a2a.alltoall import narrow_ids
 from a2a.errors import ConfigError, ShapeError
 from a2a.integrations.rows import RowFormat
 from a2a.integrations.vllm.engine import Engine
@@ -108,7 +109,7 @@ class PrepareAndFinalize:
         Args:
             a1: bf16 or fp16 `[n, H]`, n >= 0; not modified.
             topk_weights: `[n, k]`.
-            topk_ids: int32 `[n, k]`, global expert ids.
+            topk_ids: int32 or int64 `[n, k]`, global expert ids; sent as int32.
             num_experts, expert_map: unused: the exchange was built for so many, in contiguous shares.
             apply_router_weight_on_input: multiply rows by their weight first; only for k = 1.
             quant_config: vLLM's; None for a layer without quantisation.
@@ -130,7 +131,7 @@ class PrepareAndFinalize:
         data, scales = self._quantized(form, rows, quant_config)
         payloads = [data] if scales is None else [data, scales]
         ids_payload = len(payloads)
-        ids = topk_ids.to(torch.int32).contiguous()
+        ids = narrow_ids(topk_ids).contiguous()
         payloads += [ids, topk_weights.contiguous()]
         micro_batch, sizes = self._engine.micro_batch(), self._engine.local_sizes()
         most = max(1, a1.shape[0] if sizes is None else max(sizes))
