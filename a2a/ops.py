@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from a2a.alltoall import MoeAlltoAll
+from a2a.alltoall import MoeAlltoAll, plain_tensors
 from a2a.arguments import SUM_DTYPES
 from a2a.config import MAX_PAYLOADS
 from a2a.errors import ConfigError, ShapeError, StateError
@@ -54,6 +54,7 @@ class Handle:
     context: int
 
 
+@plain_tensors()
 def bind(moe: MoeAlltoAll, context: int = 0) -> Handle:
     """Makes an exchange known to the operators of this process, until `moe.close()`.
 

@@ -106,6 +106,18 @@ def compare_with_verbs(moe: a2a.MoeAlltoAll) -> None:
         assert torch.equal(ops.combine(handle, area, most, n), sums)
 
 
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_a_handle_serves_other_modes_than_it_was_made_in(moe: a2a.MoeAlltoAll, around: Any) -> None:
+    """Model loaders build layers under a default device, and engines under inference mode."""
+    with around():
+        handle = ops.bind(moe)
+    assert handle.turn.device.type == "cpu"
+    compare_with_verbs(moe)
+    with torch.inference_mode():
+        compare_with_verbs(moe)
+    compare_with_verbs(moe)
+
+
 def test_fakes_know_shapes_for_every_number_of_tokens(moe: a2a.MoeAlltoAll) -> None:
     real = ops.bind(moe)
     some = torch.zeros(77, HIDDEN, dtype=torch.bfloat16)
