@@ -362,7 +362,7 @@ def rank_mask(active_ranks: Sequence[int] | Tensor, ep_size: int) -> Tensor:
         if not 0 <= rank < ep_size:
             raise ConfigError(what="active_ranks", got=rank, wanted=f"ranks in 0..{ep_size - 1}")
         words[rank // 64] |= 1 << rank % 64
-    return torch.tensor(words, dtype=torch.uint64)
+    return torch.tensor(words, dtype=torch.uint64, device="cpu")
 
 
 def check_backend(backend: str) -> None:

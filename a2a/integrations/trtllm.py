@@ -274,7 +274,7 @@ class Communication:
             return None
         self._active_ranks = bits
         words = [(bits >> (64 * word)) & (2**64 - 1) for word in range(-(-self.ep_size // 64))]
-        return torch.tensor(words, dtype=torch.uint64)
+        return torch.tensor(words, dtype=torch.uint64, device="cpu")
 
     def _is_area(self, moe: MoeAlltoAll, rows: Tensor) -> bool:
         width = rows.shape[-1]

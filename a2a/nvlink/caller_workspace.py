@@ -142,4 +142,4 @@ def metainfo_of(layout: WorkspaceLayout) -> Tensor:
     """int64 `[10]` on the CPU: the offsets of `METAINFO_INDEX` in a rank's part of the workspace, in bytes."""
     known = {region.name: region.offset_bytes for region in layout.regions if region.context == 0}
     offsets = [next(known[name] for name in names if name in known) for names in _REGIONS]
-    return torch.tensor(offsets, dtype=torch.int64)
+    return torch.tensor(offsets, dtype=torch.int64, device="cpu")

@@ -127,7 +127,8 @@ class Exchange:
         contiguous = Placement.contiguous(config.num_experts, config.ep_size)
         self._needs_table = not torch.equal(contiguous.table, placement.table)
         self._table = placement.table.to(self.device)
-        self._pinned = torch.zeros(config.num_contexts * _WORDS_STRIDE, dtype=torch.uint8).pin_memory()
+        num_bytes = config.num_contexts * _WORDS_STRIDE
+        self._pinned = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu").pin_memory()
         self.words = tuple(
             HostWords.from_address(self._pinned.data_ptr() + index * _WORDS_STRIDE)
             for index in range(config.num_contexts)

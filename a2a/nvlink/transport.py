@@ -453,7 +453,7 @@ class NvlinkTransport(Transport):
         words = [sum(1 << rank % 64 for rank in active if rank // 64 == word) for word in range(-(-ep // 64))]
         with torch.cuda.stream(self._side_stream):
             for context in range(self._config.num_contexts):
-                self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64))
+                self._mask(context).copy_(torch.tensor(words, dtype=torch.uint64, device="cpu"))
         self._side_stream.synchronize()
 
 
