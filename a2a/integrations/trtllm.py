@@ -163,6 +163,7 @@ class Communication:
         *,
         eplb_local_stats: Tensor | None = None,
         active_rank_mask: Tensor | None = None,
+        **for_other_methods: Any,
     ) -> Received:
         """Send rows to the ranks of their slots.
 
@@ -175,6 +176,8 @@ class Communication:
             use_dp_padding: unused: R is the same on all ranks either way.
             eplb_local_stats: statistics, unless `prepare_dispatch` was given them.
             active_rank_mask: uint64 on the CPU, instead of what `ep_group_health` says.
+            **for_other_methods: what layers pass to every method for the sake of some: whether to sanitise ids (which
+                happens in any case), scales of W4A8 experts.
 
         Returns:
             The four of `[ep * R, ...]`, None where None was given; slots of no token hold -1. Valid until combine.
@@ -215,7 +218,12 @@ class Communication:
         return moe.get_combine_payload_tensor_in_workspace(runtime_max_tokens_per_rank, hidden_size, dtype)
 
     def combine(
-        self, final_hidden_states: Tensor, *, output: Tensor | None = None, active_rank_mask: Tensor | None = None
+        self,
+        final_hidden_states: Tensor,
+        *,
+        output: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+        **for_other_methods: Any,
     ) -> Tensor:
         """Sum every token's rows over the ranks of its slots.
 
@@ -224,6 +232,8 @@ class Communication:
                 The tensor of `get_combine_payload_tensor_in_workspace` is not copied.
             output: `[n, H]` to write into; None makes one.
             active_rank_mask: as that of dispatch.
+            **for_other_methods: what layers pass to every method for the sake of some, such as
+                `all_rank_max_num_tokens`: R is that of dispatch.
 
         Returns:
             `[n, H]`, reduced over all ranks.
@@ -285,12 +295,14 @@ class Communication:
         return area.data_ptr() == rows.data_ptr()
 
 
-def communication_class(base: Any, find_comm: Callable[[Any], object]) -> type:
+def communication_class(base: Any, find_comm: Callable[[Any], object], kind: type | None = None) -> type:
     """`Communication` as a class of the engine's own kind; its objects share one set of exchanges.
 
     Args:
         base: the engine's abstract class.
         find_comm: who the ranks of a mapping are; called once for each group.
+        kind: the engine's own method, of which objects shall be instances too, since layers give the combine area and
+            the load balancer's statistics to no other; of it only the kind. None: of the abstract class alone.
     """
     exchanges, comms = Exchanges(), _Once(find_comm)
 
@@ -300,7 +312,7 @@ def communication_class(base: Any, find_comm: Callable[[Any], object]) -> type:
 
     return types.new_class(
         "A2ANVLinkOneSided",
-        (Communication, base),
+        (Communication, base if kind is None else kind),
         {},
         lambda body: body.update(__init__=__init__, exchanges=exchanges),
     )
@@ -328,7 +340,7 @@ class _Once:
 def _replace(module: ModuleType) -> None:
     theirs = getattr(module, _METHOD)
     if not issubclass(theirs, Communication):
-        module.__dict__[_METHOD] = communication_class(module.__dict__["Communication"], _ranks_of)
+        module.__dict__[_METHOD] = communication_class(module.__dict__["Communication"], _ranks_of, theirs)
 
 
 def _ranks_of(mapping: Any) -> object:

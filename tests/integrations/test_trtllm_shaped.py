@@ -82,8 +82,16 @@ def rounds(comm: Any) -> list[int]:
             stats = torch.full((5,), rank, dtype=torch.int32)
             assert layer.prepare_dispatch(slots, COUNTS, stats) is None
             data, scales = wire_format("mxfp8").quantize(rows) if with_scales else (rows, None)
+            # As the engine's scheduler calls: by name, with arguments that other methods ask for.
             got, got_scales, got_slots, got_weights = layer.dispatch(
-                data, scales, slots, weights if with_weights else None, COUNTS, use_dp_padding=False
+                hidden_states=data,
+                hidden_states_sf=scales,
+                token_selected_slots=slots,
+                token_final_scales=weights if with_weights else None,
+                all_rank_num_tokens=list(COUNTS),
+                use_dp_padding=False,
+                enable_sanitize_expert_ids=True,
+                pre_quant_scale=None,
             )
             assert (got_scales is None, got_weights is None) == (not with_scales, not with_weights)
             assert got.shape[0] == got_slots.shape[0] == NUM_RANKS * max(COUNTS) and got_slots.dtype == torch.int32
@@ -97,8 +105,8 @@ def rounds(comm: Any) -> list[int]:
                 wanted = (back.float() * times_of(slots)).bfloat16()
             area = layer.get_combine_payload_tensor_in_workspace(max(COUNTS), HIDDEN, torch.bfloat16)
             payload = area.copy_(got.view(area.shape)) if with_weights else got.clone()
-            output = torch.empty_like(rows)
-            assert layer.combine(payload, output=output) is output and torch.equal(output, wanted)
+            layer.payload_in_workspace = with_weights
+            assert torch.equal(layer.combine(payload, all_rank_max_num_tokens=max(COUNTS)), wanted)
         wanted = (rows.float() * times_of(slots)).bfloat16()
     layer.dispatch(rows, None, slots, weights, COUNTS)
     assert layer.get_eplb_gathered_statistics() is None, "carried no statistics"
@@ -107,9 +115,9 @@ def rounds(comm: Any) -> list[int]:
     layer.reset_state()
     layer.reset_state()
     got, *_ = sharing.dispatch(rows, None, slots, weights, COUNTS)
-    assert torch.equal(
-        sharing.combine(got.view(NUM_RANKS, -1, HIDDEN).clone()), (rows.float() * times_of(slots)).bfloat16()
-    )
+    output = torch.empty_like(rows)
+    assert sharing.combine(got.view(NUM_RANKS, -1, HIDDEN).clone(), output=output) is output
+    assert torch.equal(output, (rows.float() * times_of(slots)).bfloat16())
     layer.destroy()
     layer.destroy()
     assert sharing.moe.state == "idle", "the other layer still holds it"
@@ -183,7 +191,11 @@ def test_register_replaces_the_method_of_the_factory(tmp_path: Path) -> None:
     )
     (folder / "base.py").write_text("from test_trtllm_shaped import CommunicationBase as Communication\n")
     (folder / "communication_factory.py").write_text(
-        "from .base import Communication\nclass NVLinkOneSided(Communication):\n    pass\n"
+        "from .base import Communication\nfrom .nvlink_one_sided import NVLinkOneSided\n"
+    )
+    (folder / "nvlink_one_sided.py").write_text(
+        "from .base import Communication\nclass NVLinkOneSided(Communication):\n"
+        "    def __init__(self, *a, **k): raise RuntimeError('theirs')\n"
     )
     code = (
         "import sys, types, torch; import a2a.integrations.trtllm as adapter; adapter.register(); adapter.register()\n"
@@ -194,6 +206,8 @@ def test_register_replaces_the_method_of_the_factory(tmp_path: Path) -> None:
         "mapping = types.SimpleNamespace(moe_ep_rank=0, moe_ep_size=1, world_size=1)\n"
         "made = factory.NVLinkOneSided(mapping, 4, 2, 8, False, hidden_size=8, dtype=torch.bfloat16)\n"
         "assert isinstance(made, adapter.Communication) and isinstance(made, factory.Communication), type(made)\n"
+        "theirs = sys.modules[factory.__package__ + '.nvlink_one_sided'].NVLinkOneSided\n"
+        "assert isinstance(made, theirs) and type(made) is factory.NVLinkOneSided is not theirs\n"
         "rows = torch.ones(2, 8).bfloat16()\n"
         "got, *_ = made.dispatch(rows, None, torch.zeros(2, 2, dtype=torch.int32), None, [2])\n"
         "assert torch.equal(made.combine(got.clone()), rows); made.destroy(); print('served')\n"
