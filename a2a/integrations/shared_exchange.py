@@ -25,9 +25,14 @@ class SharedExchange:
         group: what `MoeAlltoAll` takes as `comm`.
         name: tells exchanges of one program apart.
         **options: further arguments of `MoeAlltoAll` that layers do not ask for.
+
+    Attributes:
+        active_ranks: bits of the rank mask as it is for all that its layers know, since the mask is of the exchange and
+            not of a layer; None where it may be another. For layers that set masks.
     """
 
     def __init__(self, group: object, *, name: str, **options: Any) -> None:
+        self.active_ranks: int | None = None
         self._group = group
         self._name = name
         self._options = options
@@ -91,11 +96,13 @@ class SharedExchange:
             row = _row(hidden_size, row_bytes_per_token)
             self._moe = MoeAlltoAll(comm=self._group, name=self._name, **sizes, **row, **self._options)
             self._check_memory(self._moe)
+            self.active_ranks = 2**self._moe.ep_size - 1
         else:
             config = self._moe.config
             held = config.data_bytes_per_token + config.scale_bytes_per_token
             row = _row(max(hidden_size, config.hidden_size), max(row_bytes_per_token, held))
-            self._moe.ensure(**sizes, **row)
+            if self._moe.ensure(**sizes, **row):
+                self.active_ranks = 2**self._moe.ep_size - 1
         return self._moe
 
     def close(self) -> None:

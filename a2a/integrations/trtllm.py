@@ -111,7 +111,6 @@ class Communication:
         )
         self._exchange.hold()
         self._is_held = True
-        self._active_ranks = 2**self.ep_size - 1
         self._most = 1
         self._stats: Tensor | None = None
         self._gathered: Tensor | None = None
@@ -195,6 +194,7 @@ class Communication:
         most = max(1, *all_rank_num_tokens)
         stats = self._stats if eplb_local_stats is None else eplb_local_stats
         moe = self.moe
+        mask, active_ranks = self._mask(active_rank_mask)
         views = moe.dispatch(
             slots,
             payloads,
@@ -202,8 +202,9 @@ class Communication:
             INVALID_ID,
             ids_payload,
             eplb_local_stats=stats,
-            active_rank_mask=self._mask(active_rank_mask),
+            active_rank_mask=mask,
         )
+        self._exchange.active_ranks = active_ranks
         self._most, self._stats = most, None
         self._gathered = moe.eplb_gathered_stats
         received = iter(view.flatten(0, 1) for view in views)
@@ -250,7 +251,8 @@ class Communication:
             payload_in_workspace=self._is_area(moe, rows),
             output=output,
             use_low_precision=self.use_low_precision_combine,
-            active_rank_mask=self._mask(active_rank_mask),
+            # What `ep_group_health` says by now is for the next round: this one ends with the ranks it began with.
+            active_rank_mask=active_rank_mask,
         )
 
     def get_eplb_gathered_statistics(self) -> Tensor | None:
@@ -268,6 +270,7 @@ class Communication:
         self._stats = None
         if self._exchange.is_built and self.moe.state == "dispatched":
             self.moe.reset()
+            self._exchange.active_ranks = None
 
     def destroy(self) -> None:
         """Let go of the exchange, which closes when the last layer that shares it has. Idempotent."""
@@ -275,16 +278,16 @@ class Communication:
             self._is_held = False
             self._exchange.release()
 
-    def _mask(self, given: Tensor | None) -> Tensor | None:
+    def _mask(self, given: Tensor | None) -> tuple[Tensor | None, int | None]:
+        """What a dispatch is to set, and the ranks that are active then; None for what is or remains unknown."""
         if given is not None or self.ep_group_health is None:
-            return given
+            return given, None
         bits = int(self.ep_group_health.get_mask())
-        if bits == self._active_ranks:
+        if bits == self._exchange.active_ranks:
             # The device has it already, and no tensor of the host's may be given while a graph is captured.
-            return None
-        self._active_ranks = bits
+            return None, bits
         words = [(bits >> (64 * word)) & (2**64 - 1) for word in range(-(-self.ep_size // 64))]
-        return torch.tensor(words, dtype=torch.uint64, device="cpu")
+        return torch.tensor(words, dtype=torch.uint64, device="cpu"), bits
 
     def _is_area(self, moe: MoeAlltoAll, rows: Tensor) -> bool:
         width = rows.shape[-1]

@@ -32,8 +32,8 @@ def mask_of_health() -> Tensor:
         mapping, NUM_EXPERTS, TOP_K, MOST, hidden_size=HIDDEN, dtype=torch.bfloat16, ep_group_health=health,
         comm=SingleComm(),
     )  # fmt: skip
-    layer._active_ranks = 0
-    mask = layer._mask(None)
+    layer._exchange.active_ranks = None
+    mask, _ = layer._mask(None)
     layer.destroy()
     assert mask is not None
     return mask

@@ -163,6 +163,48 @@ def test_the_health_of_the_group_says_who_takes_part(run_ranks: Any) -> None:
     assert run_ranks(masked, NUM_RANKS) == [True] * NUM_RANKS
 
 
+def masks_of_layers_that_share_a_workspace(comm: Any) -> list[int]:
+    rank, health = comm.Get_rank(), Health()
+    cls = communication_class(CommunicationBase, lambda mapping: comm)
+    first, second = (build(cls, comm, ep_group_health=health) for _ in range(2))
+    rows, slots, weights = tokens(rank, 3)
+    seen = []
+
+    def play(layer: Any, active: tuple[int, ...], given: Tensor | None = None, *, changes: bool = False) -> None:
+        got, *_ = layer.dispatch(rows, None, slots, weights, (3, 3, 3), active_rank_mask=given)
+        seen.append(int(layer.moe.rank_mask[0]))
+        if changes:
+            # Known to this rank before the round has ended: what was sent comes back all the same.
+            health.mask = 0b101
+        combined = layer.combine(got.clone())
+        assert torch.equal(combined, (rows.float() * times_of(slots, active)).bfloat16())
+        assert int(layer.moe.rank_mask[0]) == seen[-1], "a round ends with the ranks it began with"
+
+    play(first, (0, 1, 2), changes=rank != 1)
+    if rank != 1:
+        play(first, (0, 2))
+        play(second, (0, 2))
+    comm.barrier()
+    # The ranks come back together.
+    first.moe.reset()
+    health.mask = 0b111
+    play(second, (0, 1, 2))
+    if rank != 1:
+        play(first, (0, 2), torch.tensor([0b101], dtype=torch.uint64))
+    comm.barrier()
+    first.moe.reset()
+    play(first, (0, 1, 2))
+    for layer in (first, second):
+        layer.destroy()
+    return seen
+
+
+def test_a_mask_is_of_a_round_and_of_all_layers(run_ranks: Any) -> None:
+    all_, two = 0b111, 0b101
+    wanted = [all_, two, two, all_, two, all_]
+    assert run_ranks(masks_of_layers_that_share_a_workspace, NUM_RANKS) == [wanted, [all_, all_, all_], wanted]
+
+
 def refusals(comm: Any) -> None:
     layer = build(Communication, comm, comm=comm)
     with pytest.raises(ConfigError, match="num_experts"):
