@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -196,6 +197,8 @@ def through_the_plugin(comm: Any, folder: str, store: str) -> list[str]:
             served.append(f"{now.kind.value} {runner}")
     assert len(exchanges) == 1, "layers share one workspace"
     ours = adapter.dispatcher_class(module.BaseDispatcher, adapter.installed_engine)
+    arguments = [set(inspect.signature(each).parameters) for each in (module.FlashinferDispatcher, adapter.Dispatcher)]
+    assert arguments[0] <= arguments[1], "what the engine's layers may pass"
     for now.kind in DispatchType:
         for runner in ("flashinfer_trtllm_routed", "flashinfer_cutlass"):
             config = types.SimpleNamespace(runner_backend=Runner(runner))

@@ -86,11 +86,11 @@ class Forward:
         )
 
 
-def build(cls: type, comm: Any, runner: Runner | None, hidden: int = HIDDEN) -> Any:
+def build(cls: type, comm: Any, runner: Runner | None, hidden: int = HIDDEN, **more: Any) -> Any:
     config = None if runner is None else types.SimpleNamespace(runner_backend=runner)
     return cls(
         group=comm, router_topk=TOP_K, num_experts=NUM_EXPERTS, num_local_experts=None, hidden_size=hidden,
-        params_dtype=torch.bfloat16, moe_runner_config=config,
+        params_dtype=torch.bfloat16, moe_runner_config=config, **more,
     )  # fmt: skip
 
 
@@ -132,7 +132,9 @@ def every_format(comm: Any, kind: str, counts: Sequence[int]) -> list[str]:
     assert len(workspaces) == 1, "layers share one workspace"
     forward.draft = True
     draft = build(cls, comm, None)
-    assert draft.moe is not dispatcher.moe and draft.moe.workspace.data_ptr() not in workspaces
+    forward.draft = False
+    prefill = build(cls, comm, None, enable_sp_prefill_a2a=True)
+    assert len({each.moe.workspace.data_ptr() for each in (draft, prefill)} - workspaces) == 2, "rounds side by side"
     cls.exchanges.close()
     return seen
 

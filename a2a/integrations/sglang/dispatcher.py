@@ -46,6 +46,8 @@ class Dispatcher:
         num_local_experts, params_dtype: taken, since layers pass them; not needed.
         moe_runner_config: names the runner in its `runner_backend`; None or no runner: experts that take tensors and
             give tensors.
+        enable_sp_prefill_a2a: the dispatcher is for the prefill of a model that shards sequences, whose rounds may be
+            in flight beside those of decoding.
 
     Raises:
         ConfigError, MismatchError, Unsupported: on every rank.
@@ -62,6 +64,7 @@ class Dispatcher:
         hidden_size: int = 0,
         params_dtype: torch.dtype | None = None,
         moe_runner_config: Any = None,
+        enable_sp_prefill_a2a: bool = False,
     ) -> None:
         self._engine = engine
         self._layer_quant: dict[str, Any] = {}
@@ -72,7 +75,8 @@ class Dispatcher:
         self.invalid_token_expert_id = -1 if self._runner in DROPS_NEGATIVE_IDS else num_experts
         self._writes_in_place = self._runner in WRITES_IN_PLACE
         # A model that drafts for another has rounds of its own in flight beside the other's.
-        self._exchange = exchanges.of(group, "sglang draft" if engine.is_draft_model() else "sglang")
+        purpose = "sglang draft" if engine.is_draft_model() else "sglang"
+        self._exchange = exchanges.of(group, purpose + " prefill" if enable_sp_prefill_a2a else purpose)
         self._exchange.grow(
             max_num_tokens=engine.max_num_tokens(),
             top_k=router_topk,
