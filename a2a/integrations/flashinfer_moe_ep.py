@@ -54,6 +54,10 @@ _BYTES_OF_FORMAT: Final[Mapping[str, Any]] = MappingProxyType(
 """Bytes of a token's values and scales by the name of the format; a scale of the whole tensor does not travel."""
 
 
+_MAX_PADDING_SCALES: Final = 1024 // 32 - 1
+"""Scales of a row's padding, at most: rows are padded to multiples of up to 1024 elements (vLLM: 256)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MoEEpCommParams:
     """What is exchanged, equal on all ranks.
@@ -245,7 +249,8 @@ class NVLinkOneSidedAlltoAll:
         is_padded = isinstance(extra, int) and extra > 0 and params.dispatch_format is not None
         if is_padded and _format_name(params.dispatch_format) == "MXFP8":
             # What vLLM adds for padded rows is the padding's scales alone: each stands for 32 bytes of the row itself.
-            row_bytes += 32 * extra
+            # More than that is room for wider rows of other layers.
+            row_bytes += 32 * min(extra, _MAX_PADDING_SCALES)
         dispatch_bytes = _dispatch_bytes(hidden, row_bytes, extra)
         size = moe_a2a_get_workspace_size_per_rank(
             self.ep_size,

@@ -117,6 +117,23 @@ def test_the_newer_interface_holds_padded_rows_as_vllm_declares_them(monkeypatch
     communication.destroy()
 
 
+def test_room_for_other_layers_is_no_padding() -> None:
+    """vLLM's union of a layer of wide mxfp8 rows and one of narrower bf16 rows that take more bytes."""
+    hidden, narrower, most = 7168, 6144, 8
+    sizes = []
+    for extra in (0, 2 * narrower - (hidden + hidden // 32)):
+        config = NVLinkOneSidedConfig(extra_payload_bytes_per_token=extra, comm_backend=SingleComm())
+        params = MoEEpCommParams(4, 2, most, hidden, torch.bfloat16, QuantFormat.MXFP8)
+        communication = create_communication(BootstrapConfig(1, 0), params, backend=config)
+        sizes.append(communication.alltoall.workspace.shape[1])
+        rows, ids = torch.randn((most, narrower)).bfloat16(), torch.zeros((most, 2), dtype=torch.int32)
+        if extra:
+            received = communication.dispatch(rows, ids, torch.ones((most, 2)), max_tokens_per_rank=most)
+            assert torch.equal(communication.combine(received.hidden_states.clone()), rows)
+        communication.destroy()
+    assert extra <= (sizes[1] - sizes[0]) / most < 1.5 * extra
+
+
 # ---- the plugin --------------------------------------------------------------------------------------------------
 
 
