@@ -28,6 +28,7 @@ from a2a.nvlink.params import (
     MAX_THREADS,
     OUTPUT_TYPES,
     PIECE_BYTES,
+    TYPE_NAMES,
     WIRE_FORMATS,
     CombineParams,
     DispatchParams,
@@ -44,7 +45,6 @@ from a2a.nvlink.tuning import Point, Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.transport import CombineCall, DispatchCall
 
-_TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _WORDS_STRIDE: Final = 128
 """Bytes from one context's host words to the next: a cache line of their own."""
 _LINE_THREADS: Final = 8
@@ -243,7 +243,7 @@ class Exchange:
         rows = call.rows[0]
         if call.quantize is not None and rows is not None:
             params.hidden_size = rows.shape[1]
-            params.input_type = OUTPUT_TYPES.index(_TYPES[rows.dtype])
+            params.input_type = OUTPUT_TYPES.index(TYPE_NAMES[rows.dtype])
         image = image_bytes(widths)
         if point.regime == "small":
             fused = call.quantize is not None
@@ -276,7 +276,7 @@ class Exchange:
         payload = call.payload
         width = payload.shape[2]
         quantizes = call.low_precision and payload.dtype != torch.float8_e4m3fn
-        kind = "e4m3" if call.low_precision else _TYPES[payload.dtype]
+        kind = "e4m3" if call.low_precision else TYPE_NAMES[payload.dtype]
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         top_k = self._top_k[call.context]
@@ -307,7 +307,7 @@ class Exchange:
                     payload = self._staged(payload, call.context)
         params = kernel.parameters
         staged = quantizes or not call.payload_in_workspace
-        made_of = _TYPES[payload.dtype] if quantizes else None
+        made_of = TYPE_NAMES[payload.dtype] if quantizes else None
         made = None if how is None else (how.wire_format.name, call.scale_layout)
         shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype, made)
         prepared = (call.context, call.num_sms, shape)
@@ -321,7 +321,7 @@ class Exchange:
             params.num_tokens = call.num_tokens
             params.runtime_max_tokens_per_rank = most
             params.row_elements = width
-            params.output_type = OUTPUT_TYPES.index(_TYPES[output.dtype])
+            params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
             params.staged = int(staged)
             params.digest = _digest([row_bytes], kind)
             if how is not None and scales is not None:

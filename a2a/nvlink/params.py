@@ -89,6 +89,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
+
 from a2a.config import MAX_PAYLOADS, ExchangeConfig
 
 MAX_CTAS: Final = 512
@@ -110,7 +112,8 @@ MAX_LANDING_TOKENS: Final = 512
 LANDING_BUDGET_BYTES: Final = 64 << 20
 """Landing areas of all contexts together take at most this."""
 
-OUTPUT_TYPES: Final = ("bf16", "fp16", "fp32")
+TYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+OUTPUT_TYPES: Final = tuple(TYPE_NAMES.values())
 """CombineParams.output_type is an index into this; so is DispatchParams.input_type."""
 WIRE_FORMATS: Final = (None, "fp8_block", "mxfp8", "nvfp4", "mxfp4")
 """The constant WIRE_FORMAT is an index into this, and QuantizeParams.wire_format; None: rows are copied as bytes."""

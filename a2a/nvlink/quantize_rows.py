@@ -17,7 +17,15 @@ from a2a.config import ExchangeConfig
 from a2a.nvlink.compile import compile_kernel
 from a2a.nvlink.driver import arch_of
 from a2a.nvlink.launch import load
-from a2a.nvlink.params import OUTPUT_TYPES, SCALE_LAYOUTS, WIRE_FORMATS, QuantizeParams, defines, device_source
+from a2a.nvlink.params import (
+    OUTPUT_TYPES,
+    SCALE_LAYOUTS,
+    TYPE_NAMES,
+    WIRE_FORMATS,
+    QuantizeParams,
+    defines,
+    device_source,
+)
 from a2a.quant import ScaleLayout, WireFormat, wire_format
 
 FILE: Final = "quantize_rows.cu"
@@ -28,7 +36,6 @@ WARP_ELEMENTS: Final = 512
 """What a warp takes at a time."""
 
 _CTAS_PER_SM: Final = 8
-_INPUT_TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def constants() -> dict[str, int]:
@@ -103,7 +110,7 @@ def fill(
     parameters.row_elements = data.shape[1] * (2 if form.packed else 1)
     parameters.scale_columns = parameters.row_elements // form.block
     parameters.layout_rows, parameters.layout_columns = layout.shape(x.shape[0], parameters.scale_columns)
-    parameters.input_type = OUTPUT_TYPES.index(_INPUT_TYPES[x.dtype])
+    parameters.input_type = OUTPUT_TYPES.index(TYPE_NAMES[x.dtype])
     parameters.scale_layout = SCALE_LAYOUTS.index(layout.value)
 
 

@@ -43,7 +43,7 @@ KEPT_STATE = {
     "a2a/nvlink/launch.py: _LOADED": "code that ranks of a process share, as loading may wait for kernels; weak",
     "a2a/nvlink/launch.py: _LEFT": "code that is unloaded at the next load, as unloading may wait for kernels",
     "a2a/bench/workload.py: read_recording": "files that the command line reads once per run; no exchange holds them",
-    "a2a/bench/peers/gloo.py: _nccl_group": "the bench's peers share a process group, and a process is one bench",
+    "a2a/bench/process_group.py: _nccl_group": "the bench's peers share a process group, and a process is one bench",
 }
 """`path: name` of a cache or container that outlives objects -> why it may."""
 

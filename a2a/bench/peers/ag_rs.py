@@ -13,8 +13,8 @@ from torch import Tensor
 
 from a2a.bench.byte_count import destinations
 from a2a.bench.implementation import Case, Experts, Implementation, Received
-from a2a.bench.peers.gloo import backend_of, rows_group
-from a2a.bench.peers.sorted_rows import Payloads
+from a2a.bench.process_group import backend_of, rows_group
+from a2a.bench.sorted_rows import Payloads
 from a2a.comm import Comm
 
 # Newer torch releases give these collectives another name and warn about the old one.

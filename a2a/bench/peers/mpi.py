@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from a2a.bench.implementation import Case, Experts, Implementation, Received
-from a2a.bench.peers.sorted_rows import SortedRows
+from a2a.bench.sorted_rows import SortedRows
 from a2a.comm import Comm
 from a2a.errors import Unsupported
 

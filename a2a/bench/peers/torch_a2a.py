@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from a2a.bench.implementation import Case, Experts, Implementation, Received
-from a2a.bench.peers.gloo import backend_of, rows_group
-from a2a.bench.peers.sorted_rows import SortedRows
+from a2a.bench.process_group import backend_of, rows_group
+from a2a.bench.sorted_rows import SortedRows
 from a2a.comm import Comm
 
 

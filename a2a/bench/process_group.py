@@ -1,4 +1,4 @@
-"""gloo: torch process groups among the ranks of a communicator, gloo or NCCL, for the peers that need one.
+"""process_group: torch process groups among the ranks of a communicator, gloo or NCCL, for the peers that need one.
 
 Owns how the group is made: from the communicator alone, whichever launcher started the ranks. Refuses to replace a
 default process group that exists.
