@@ -15,7 +15,7 @@ from a2a.config import ExchangeConfig
 from a2a.layout import WorkspaceLayout, align
 from a2a.nvlink.params import control_regions
 from a2a.nvlink.tuning import Point, Tuning
-from a2a.quant import ScaleLayout, wire_format
+from a2a.quant import ScaleLayout, swizzle_scales, wire_format
 from a2a.reference import RankInput, RankReceipt
 from a2a.transport import CombineCall, DispatchCall, Payload, Quantize
 
@@ -86,8 +86,14 @@ class Ranks:
         region = self.layout.region(name)
         return self.workspace[rank, region.offset_bytes : region.end_bytes].view(dtype)
 
-    def play(self, round: Round, staged: bool, output_dtype: torch.dtype | None = None) -> None:
-        """One round, every defined byte compared with the oracle."""
+    def play(
+        self,
+        round: Round,
+        staged: bool,
+        output_dtype: torch.dtype | None = None,
+        made: tuple[str, ScaleLayout] | None = None,
+    ) -> None:
+        """One round, every defined byte compared with the oracle; `made`: format and layout of combine's output."""
         inputs = [self.on_wire(each) for each in round.inputs]
         receipts = reference.dispatch(
             inputs,
@@ -106,7 +112,7 @@ class Ranks:
         self.assert_fine()
         for rank, receipt in enumerate(receipts):
             self.assert_dispatched(rank, round, calls[rank], inputs[rank], receipt)
-        self.combine(round, receipts, staged, output_dtype or self.case.dtype)
+        self.combine(round, receipts, staged, output_dtype or self.case.dtype, made)
 
     @property
     def ids_payload(self) -> int:
@@ -181,11 +187,29 @@ class Ranks:
             got = self.region(rank, "eplb_gathered_stats")[: ep * self.case.eplb].view(ep, -1)
             assert_equal("eplb_gathered_stats", got, receipt.eplb_gathered_stats)
 
-    def combine(self, round: Round, receipts: Sequence[RankReceipt], staged: bool, dtype: torch.dtype) -> None:
+    def combine(
+        self,
+        round: Round,
+        receipts: Sequence[RankReceipt],
+        staged: bool,
+        dtype: torch.dtype,
+        made: tuple[str, ScaleLayout] | None,
+    ) -> None:
         case, most = self.case, round.runtime_max_tokens_per_rank
         rows = [self.expert_rows(receipt) for receipt in receipts]
         ids = [each.topk_ids for each in round.inputs]
         sums = reference.combine(ids, rows, case.placed(), row_order=case.row_order, output_dtype=dtype)
+        how: Quantize | None = None
+        wanted: list[tuple[Tensor, Tensor | None]] = [(each, None) for each in sums]
+        if made is not None:
+            form = wire_format(made[0])
+            how = Quantize(form, 0, self.global_scale if form.needs_global_scale else None)
+            scale = torch.tensor(GLOBAL_SCALE) if form.needs_global_scale else None
+            quantized = [form.quantize(each, global_scale=scale) for each in sums]
+            wanted = [
+                (data, swizzle_scales(form.need_scales(scales).view(torch.uint8), made[1]))
+                for data, scales in quantized
+            ]
         calls = []
         for rank in range(case.ep_size):
             payload = self.shifted(rows[rank])
@@ -193,6 +217,7 @@ class Ranks:
                 area = self.region(rank, "combine", case.dtype)[: payload.numel()].view(payload.shape)
                 area.copy_(payload)
                 payload = area
+            output, scales = wanted[rank]
             calls.append(
                 CombineCall(
                     context=0,
@@ -203,10 +228,10 @@ class Ranks:
                     runtime_max_tokens_per_rank=most,
                     num_tokens=sums[rank].shape[0],
                     low_precision=False,
-                    output=self.shifted(torch.full(sums[rank].shape, float("nan"), dtype=dtype)),
-                    output_quantize=None,
-                    output_scales=None,
-                    scale_layout=ScaleLayout.LINEAR,
+                    output=self.shifted(_poison(output)),
+                    output_quantize=how,
+                    output_scales=None if scales is None else self.shifted(_poison(scales)),
+                    scale_layout=ScaleLayout.LINEAR if made is None else made[1],
                     timeout_s=20.0,
                     stream=self.streams[rank],
                     num_sms=None,
@@ -219,7 +244,10 @@ class Ranks:
         torch.cuda.synchronize()
         self.assert_fine()
         for rank in range(case.ep_size):
-            assert_equal(f"rank {rank}: output", calls[rank].output, sums[rank])
+            output, scales = wanted[rank]
+            assert_equal(f"rank {rank}: output", calls[rank].output, output)
+            if scales is not None:
+                assert_equal(f"rank {rank}: scales", calls[rank].output_scales, scales)
 
     def expert_rows(self, receipt: RankReceipt) -> Tensor:
         """`[ep, R, H]`: what a rank gives back; NaN where it holds no row, so that a stray read shows."""
@@ -227,3 +255,8 @@ class Ranks:
         rows = torch.randn((*receipt.valid.shape, self.case.hidden_size), generator=generator).to(self.case.dtype)
         rows[~receipt.valid] = float("nan")
         return rows
+
+
+def _poison(like: Tensor) -> Tensor:
+    """Of the same shape and dtype, with bytes that nobody wants."""
+    return torch.full((like.numel() * like.dtype.itemsize,), 0xAA, dtype=torch.uint8).view(like.dtype).view(like.shape)

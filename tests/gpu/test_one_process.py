@@ -15,9 +15,11 @@ from a2a.config import ExchangeConfig, model_preset
 from a2a.errors import ShapeError
 from a2a.layout import WorkspaceLayout
 from a2a.nvlink.params import WIRE_FORMATS, control_regions
+from a2a.quant import ScaleLayout
 from a2a.reference import RankInput
 
 pytestmark = pytest.mark.gpu(1)
+QUANTIZED_OUTPUTS = ("mxfp8", "nvfp4", "mxfp4")
 ROUNDS = int(os.environ.get("GPU_TEST_ROUNDS", "6"))
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -170,6 +172,19 @@ def test_output_types() -> None:
         for output in (torch.float32, torch.float16, torch.bfloat16):
             for seed in range(3):
                 ranks.play(draw(ranks.case, seed), staged=True, output_dtype=output)
+
+
+@pytest.mark.parametrize("ep_size", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", QUANTIZED_OUTPUTS)
+def test_output_is_quantized_in_the_launch(name: str, dtype: torch.dtype, ep_size: int) -> None:
+    for hidden, most in ((7168, 24), (160, 300)):
+        ranks = Ranks(Case(ep_size=ep_size, hidden_size=hidden, max_num_tokens=most, dtype=dtype))
+        for seed, regime in enumerate(REGIMES * 2):
+            ranks.take(regime)
+            ranks.shift = seed % 3
+            for layout in ScaleLayout:
+                ranks.play(draw(ranks.case, seed), staged=seed < 3, made=(name, layout))
 
 
 def test_a_workspace_that_is_too_small_is_refused() -> None:
