@@ -272,30 +272,17 @@ class Exchange:
         ):
             self._launch_combine(alike.kernel, call, call.payload, output, self._enter(call.stream), alike.pdl)
             return
-        most = call.runtime_max_tokens_per_rank
         payload = call.payload
-        width = payload.shape[2]
-        quantizes = call.low_precision and payload.dtype != torch.float8_e4m3fn
-        kind = "e4m3" if call.low_precision else TYPE_NAMES[payload.dtype]
+        most, width = call.runtime_max_tokens_per_rank, payload.shape[2]
+        makes_wire = call.low_precision and payload.dtype != torch.float8_e4m3fn
         point = self._point("combine", call.low_precision, (width * payload.dtype.itemsize,), most)
         # The tables that dispatch wrote have as many columns as its tokens had picks.
         top_k = self._top_k[call.context]
-        how, scales = call.output_quantize, call.output_scales
-        if how is not None:
-            way = f"{point.regime}_quantized"
-            # The table's threads are those of one of several CTAs that share a row.
-            point = dataclasses.replace(point, threads=MAX_THREADS) if point.regime == "small" else point
-        else:
-            way = "small_bytes" if point.regime == "small" else point.regime
-        kernel = self._combine_kernel(f"combine_{way}_{kind}", top_k)
-        if point.regime == "small" and output.dtype == payload.dtype and how is None:
-            words = self._combine_kernel(f"combine_small_words_{kind}", top_k)
-            widths, addresses = (width * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
-            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
+        kernel = self._kernel_that_combines(call, output, point, top_k)
         stream = self._enter(call.stream)
-        row_bytes = low_precision_bytes_per_token(width) if quantizes else width * payload.dtype.itemsize
+        row_bytes = low_precision_bytes_per_token(width) if makes_wire else width * payload.dtype.itemsize
         offset = self._layout.combine_offset(row_bytes, call.context)
-        if quantizes and self._meets(payload, offset, payload.shape[0] * most * row_bytes):
+        if makes_wire and self._meets(payload, offset, payload.shape[0] * most * row_bytes):
             # Rows of the wire are made there, and are narrower.
             with torch.cuda.stream(stream):
                 payload = payload.clone()
@@ -305,39 +292,71 @@ class Exchange:
                 # Peers push their rows there while ours are still being read.
                 with torch.cuda.stream(stream):
                     payload = self._staged(payload, call.context)
-        params = kernel.parameters
-        staged = quantizes or not call.payload_in_workspace
-        made_of = TYPE_NAMES[payload.dtype] if quantizes else None
+        made_of = TYPE_NAMES[payload.dtype] if makes_wire else None
+        how = call.output_quantize
         made = None if how is None else (how.wire_format.name, call.scale_layout)
+        staged = makes_wire or not call.payload_in_workspace
         shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype, made)
         prepared = (call.context, call.num_sms, shape)
         if kernel.prepared != prepared:
             kernel.prepared = None
-            self._offsets(params, _COMBINE_OFFSETS, call.context)
-            params.combine_offset = offset
-            params.row_pitch = row_bytes
-            params.scaled = int(quantizes)
-            params.payload_type = 0 if made_of is None else OUTPUT_TYPES.index(made_of)
-            params.num_tokens = call.num_tokens
-            params.runtime_max_tokens_per_rank = most
-            params.row_elements = width
-            params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
-            params.staged = int(staged)
-            params.digest = _digest([row_bytes], kind)
-            if how is not None and scales is not None:
-                fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
-            if point.regime == "small":
-                self._small_shape(kernel, point, row_bytes, most, call.num_sms, one_cta=how is not None)
-            elif point.regime == "push":
-                self._push_shape(kernel, point, row_bytes, call.num_sms)
-            else:
-                self._bulk_shape(kernel, point, call.num_tokens, row_bytes, call.num_sms)
+            self._prepare_combine(kernel, call, output, point, row_bytes, offset, made_of)
             kernel.prepared = prepared
         pdl = self._pdl(call.enable_pdl, point)
         # Where the payload lies is looked at each time that it matters.
-        if not quantizes and (point.regime != "push" or call.payload_in_workspace):
+        if not makes_wire and (point.regime != "push" or call.payload_in_workspace):
             self._keep(key, _Launch(kernel, kernel.prepared, pdl, top_k, row_bytes, offset))
         self._launch_combine(kernel, call, payload, output, stream, pdl)
+
+    def _kernel_that_combines(self, call: CombineCall, output: Tensor, point: Point, top_k: int) -> Kernel:
+        payload, regime = call.payload, point.regime
+        kind = "e4m3" if call.low_precision else TYPE_NAMES[payload.dtype]
+        if call.output_quantize is not None:
+            return self._combine_kernel(f"combine_{regime}_quantized_{kind}", top_k)
+        if regime != "small":
+            return self._combine_kernel(f"combine_{regime}_{kind}", top_k)
+        if output.dtype == payload.dtype:
+            words = self._combine_kernel(f"combine_small_words_{kind}", top_k)
+            widths, addresses = (payload.shape[2] * payload.dtype.itemsize,), (payload.data_ptr(), output.data_ptr())
+            if self._whole_words(words, point, widths, addresses, call.num_sms):
+                return words
+        return self._combine_kernel(f"combine_small_bytes_{kind}", top_k)
+
+    def _prepare_combine(
+        self,
+        kernel: Kernel,
+        call: CombineCall,
+        output: Tensor,
+        point: Point,
+        row_bytes: int,
+        offset_bytes: int,
+        made_of: str | None,
+    ) -> None:
+        """Every field but the caller's addresses, and the shape of the launch; `made_of`: type of what becomes e4m3."""
+        params, most, num_sms = kernel.parameters, call.runtime_max_tokens_per_rank, call.num_sms
+        how, scales = call.output_quantize, call.output_scales
+        self._offsets(params, _COMBINE_OFFSETS, call.context)
+        params.combine_offset = offset_bytes
+        params.row_pitch = row_bytes
+        params.scaled = int(made_of is not None)
+        params.payload_type = 0 if made_of is None else OUTPUT_TYPES.index(made_of)
+        params.num_tokens = call.num_tokens
+        params.runtime_max_tokens_per_rank = most
+        params.row_elements = call.payload.shape[2]
+        params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
+        params.staged = int(made_of is not None or not call.payload_in_workspace)
+        kind = "e4m3" if call.low_precision else TYPE_NAMES[call.payload.dtype]
+        params.digest = _digest([row_bytes], kind)
+        if how is not None and scales is not None:
+            fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
+            # The table's threads of a small round are those of one of several CTAs that share a row.
+            point = dataclasses.replace(point, threads=MAX_THREADS) if point.regime == "small" else point
+        if point.regime == "small":
+            self._small_shape(kernel, point, row_bytes, most, num_sms, one_cta=how is not None)
+        elif point.regime == "push":
+            self._push_shape(kernel, point, row_bytes, num_sms)
+        else:
+            self._bulk_shape(kernel, point, call.num_tokens, row_bytes, num_sms)
 
     def _launch_combine(
         self, kernel: Kernel, call: CombineCall, payload: Tensor, output: Tensor, stream: Any, pdl: bool
