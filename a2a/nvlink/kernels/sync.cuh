@@ -112,18 +112,25 @@ __device__ __forceinline__ RoundWords load_round(const u8* state) {
   return words;
 }
 
-// Names one launch in the error word, which a failing launch sets; never 0.
-__device__ __forceinline__ u32 launch_stamp(u32 number, u32 phase) { return 2 * number + phase; }
+// Names one launch in the error word, which a failing launch sets; never 0, as no phase is.
+__device__ __forceinline__ u32 launch_stamp(u32 number, u32 phase) { return number << 2 | phase; }
+
+// Lets the other phase's next launch play round `number`. By one thread of a launch.
+__device__ __forceinline__ void end_phase(u32* state, u32 number, u32 phase) {
+  state[phase == PHASE_DISPATCH ? STATE_COMBINE_ROUND : STATE_DISPATCH_ROUND] = number;
+}
 
 // Which round this is; `failed` when an earlier kernel has. dispatch reads only what combine writes and the other way
 // round, and a failure of this very launch does not count, so all threads of a kernel read the same, however late they
-// start.
+// start. A launch that finds a failure counts as one all the same: with the number of the launch that failed, a later one
+// would take its failure for its own and play the round once more.
 __device__ __forceinline__ Round begin_round(RoundWords words, u32 phase, u8* state, u64 host_words, u32* verdict,
                                              bool& failed) {
   // Keeps the first use of the words behind everything that is written before this call.
   asm volatile("" : "+r"(words.dispatch_round), "+r"(words.combine_round), "+r"(words.error));
   const u32 number = phase == PHASE_DISPATCH ? words.dispatch_round + 1 : words.combine_round;
   failed = words.error != 0 && words.error != launch_stamp(number, phase);
+  if (failed && threadIdx.x + blockIdx.x + blockIdx.y == 0) end_phase(reinterpret_cast<u32*>(state), number, phase);
   return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};
 }
 
@@ -326,7 +333,7 @@ __device__ __forceinline__ bool end_round(const Round& round, Counter exits, Cou
       *round.counter(exits, round.parity ^ 1) = 0;
       *round.counter(claims, round.parity ^ 1) = 0;
       if (round.phase == PHASE_COMBINE) *round.counter(STAGE_CLAIMS, round.parity ^ 1) = 0;
-      round.state[round.phase == PHASE_DISPATCH ? STATE_COMBINE_ROUND : STATE_DISPATCH_ROUND] = round.number;
+      end_phase(round.state, round.number, round.phase);
     }
     u32* const done = round.counter(exits, round.parity);
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(done) : "memory");

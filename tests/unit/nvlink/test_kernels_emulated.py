@@ -520,6 +520,36 @@ def test_failures_end_the_round_and_a_reset_starts_over(modules: Modules, regime
     ranks.play(draw(case, 4), staged=True)
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_launches_behind_a_failure_play_no_round(modules: Modules, regime: str, phase: str) -> None:
+    """Nor those of the phase that failed, though the signals that it missed have come by then."""
+    case = Case(ep_size=2, max_num_tokens=8)
+    ranks = Ranks(modules, case, regime)
+    round = draw(case, 2, [5, 6])
+    most = round.runtime_max_tokens_per_rank
+    structs, _ = ranks.dispatch_params(round, 1)
+    rows = [torch.ones(2, most, case.hidden_size, dtype=case.dtype) for _ in range(2)]
+    if phase == "combine":
+        ranks.launch("dispatch", structs)
+    combines, outputs = ranks.combine_params(rows, [5, 6], False, 1)
+    told = structs if phase == "dispatch" else combines
+    ranks.set_budget(0.2)
+    ranks.launch(phase, told, [0])
+    ranks.launch(phase, told, [1])
+    assert ranks.facts(0)["recorded"] == 1
+    order = [("dispatch", structs), ("combine", combines)] * 2
+    for name, each in order[1 if phase == "dispatch" else 2 :]:
+        outputs[0].zero_()
+        ranks.launch(name, each, [0])
+        if name == "dispatch":
+            assert_void(ranks, 0, structs[0])
+        else:
+            assert outputs[0].isnan().all()
+    # What did nothing was counted.
+    assert ranks.region(0, "round_state")[:2].tolist() == [2, 2]
+
+
 def assert_void(ranks: Ranks, rank: int, told: Any) -> None:
     ep, most = ranks.case.ep_size, told.runtime_max_tokens_per_rank
     assert not ranks.region(rank, "recv_counts")[:ep].any()
