@@ -55,6 +55,7 @@ _SEGMENT_BYTES: Final = 1024
 """A row is not cut into less, however few rows there are."""
 _CROWDED_UNIT_BYTES: Final = 7 * 512
 """What a warp has in flight at once at least, where fewer CTAs than were found best must keep the link busy."""
+_ROUND_NUMBERS: Final = 1 << 32
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
 _WAYS: Final = {"small": ("small_words", "small_bytes")}
@@ -425,14 +426,16 @@ class Exchange:
 
     def rounds(self) -> list[int]:
         """The last round that any kernel of each context has played. Waits for the device."""
-        return [int(self._round_state(context)[:2].max()) for context in range(self._config.num_contexts)]
+        words = [self._round_state(context)[:2].tolist() for context in range(self._config.num_contexts)]
+        return [max(word % _ROUND_NUMBERS for word in of_context) for of_context in words]
 
     def start_over(self, rounds: Sequence[int]) -> None:
         """Go on after `rounds` (per context, equal on all ranks, beyond what any has played), without failures."""
         for context, played in enumerate(rounds):
             state = self._round_state(context)
             state.zero_()
-            state[:2] = played
+            # Numbers of 32 bits without a sign, in words with one.
+            state[:2] = (played + _ROUND_NUMBERS // 2) % _ROUND_NUMBERS - _ROUND_NUMBERS // 2
             words = self.words[context]
             words.recorded = words.kind = words.abort = 0
             words.first_round = played + 1

@@ -33,7 +33,8 @@ Memory
 Rounds
     The kernels count rounds themselves: dispatch plays round dispatch_round + 1 and writes combine_round, combine plays
     combine_round and writes dispatch_round, launches that find a failure too. Each reads only the word that the other
-    writes, so no CTA sees it change.
+    writes, so no CTA sees it change. No round has the number 0, which all memory bears at first: behind 2^32 - 1 comes
+    2, which keeps the parities in turn.
     A reset (all ranks' launched work done, then a barrier, then this, then a barrier) writes dispatch_round =
     combine_round = N on all ranks, N >= max over ranks of dispatch_round + 1, and zeroes the rest of round_state;
     HostWords.first_round = N + 1 gives the next round the start-up budget again.

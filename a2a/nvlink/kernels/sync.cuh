@@ -128,7 +128,9 @@ __device__ __forceinline__ Round begin_round(RoundWords words, u32 phase, u8* st
                                              bool& failed) {
   // Keeps the first use of the words behind everything that is written before this call.
   asm volatile("" : "+r"(words.dispatch_round), "+r"(words.combine_round), "+r"(words.error));
-  const u32 number = phase == PHASE_DISPATCH ? words.dispatch_round + 1 : words.combine_round;
+  // Not 0 behind the last number: flags, words and lines that were never written bear it. 2 is of the same parity.
+  const u32 next = words.dispatch_round == 0xffffffffu ? 2 : words.dispatch_round + 1;
+  const u32 number = phase == PHASE_DISPATCH ? next : words.combine_round;
   failed = words.error != 0 && words.error != launch_stamp(number, phase);
   if (failed && threadIdx.x + blockIdx.x + blockIdx.y == 0) end_phase(reinterpret_cast<u32*>(state), number, phase);
   return {number, number & 1, phase, reinterpret_cast<u32*>(state), reinterpret_cast<HostWords*>(host_words), verdict};

@@ -520,6 +520,17 @@ def test_failures_end_the_round_and_a_reset_starts_over(modules: Modules, regime
     ranks.play(draw(case, 4), staged=True)
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+def test_no_round_has_the_number_of_memory_that_was_never_written(modules: Modules, regime: str) -> None:
+    case = Case(ep_size=3, max_num_tokens=24)
+    ranks = Ranks(modules, case, regime)
+    for rank in range(3):
+        ranks.region(rank, "round_state")[:2] = -2
+    for seed, counts in enumerate(([2, 1, 0], [24, 9, 17], [5, 5, 5])):
+        ranks.play(draw(case, seed, counts))
+    assert all(ranks.region(rank, "round_state")[:2].tolist() == [3, 3] for rank in range(3))
+
+
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_launches_behind_a_failure_play_no_round(modules: Modules, regime: str, phase: str) -> None:

@@ -502,3 +502,13 @@ def test_a_repeated_call_goes_to_its_own_stream() -> None:
     written = {id(each) for each in (made.output, made.output_scales, scale)}
     # And the sums, which are nobody else's.
     assert set(entered[10:]) == {9} and len(kept[6][1] - written - {id(ended.payload)}) == 1 and written < kept[6][1]
+
+
+@pytest.mark.parametrize("played", [5, 2**31 - 1, 2**32 - 2])
+def test_rounds_start_over_at_any_number(played: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    used, _ = exchange()
+    used.words = (params.HostWords(), params.HostWords())
+    used.start_over([played, played + 1])
+    assert used.rounds() == [played, played + 1]
+    assert [words.first_round for words in used.words] == [played + 1, (played + 2) % 2**32]
