@@ -37,9 +37,10 @@ struct HeldRows {
 
   // PUSHED: the holders have sent them here; otherwise they lie where the holders keep them.
   template <bool PUSHED>
-  __device__ __forceinline__ void find(const CombineParams& p, const Holders& holders, u32 row_bytes) {
+  __device__ __forceinline__ void find(const CombineParams& p, const ActiveRanks& active, const Holders& holders,
+                                       u32 row_bytes) {
     count = 0;
-    for_each_rank(holders.set(), [&](u32 rank) {
+    for_each_rank(holders.set(active), [&](u32 rank) {
       // Our own rows never left the payload.
       const bool here = PUSHED && rank != p.ep_rank;
       const u64 area = here                ? p.workspace + p.ep_rank * p.stride + p.dispatch_offset
@@ -150,10 +151,11 @@ __device__ __forceinline__ void sum_narrow(const CombineParams& p, const HeldRow
 
 // Adds a segment of one token's rows.
 template <u32 TYPE, bool PUSHED>
-__device__ __forceinline__ void sum_unit(const CombineParams& p, const Holders& holders, u32 unit, u32 row_bytes) {
+__device__ __forceinline__ void sum_unit(const CombineParams& p, const ActiveRanks& active, const Holders& holders, u32 unit,
+                                         u32 row_bytes) {
   const u32 token = unit / p.segments, segment = unit % p.segments;
   HeldRows rows;
-  rows.find<PUSHED>(p, holders, row_bytes);
+  rows.find<PUSHED>(p, active, holders, row_bytes);
   u32 begin, end;
   segment_of(row_bytes, segment, p.segments, begin, end);
   u8* const out = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);
@@ -236,11 +238,11 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
       if (lane == 0) next = step + atomicAdd(round.counter(COMBINE_CLAIMS, round.parity), 1);
       if constexpr (TYPE == TYPE_E4M3) {
         const u32 alignment = common_alignment(makes ? row_bytes : p.payload | row_bytes);
-        if (alignment >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, unit, makes);
-        else sum_e4m3_unit<1>(p, unit, makes);
+        if (alignment >= 4 && p.row_elements % 4 == 0) sum_e4m3_unit<4>(p, active, unit, makes);
+        else sum_e4m3_unit<1>(p, active, unit, makes);
       } else {
         if (unit != self) holders.load(p, unit / p.segments);
-        sum_unit<TYPE, false>(p, holders, unit, row_bytes);
+        sum_unit<TYPE, false>(p, active, holders, unit, row_bytes);
       }
       unit = __shfl_sync(ALL_LANES, next, 0);
     }

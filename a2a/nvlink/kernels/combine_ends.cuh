@@ -11,7 +11,10 @@
 struct ActiveRanks {
   const u8* mask;
   __device__ __forceinline__ bool has(u32 rank) const {
-    return !RANK_MASK || (load_relaxed(reinterpret_cast<const u32*>(mask) + rank / 32) >> (rank % 32) & 1);
+    return !RANK_MASK || (word(rank / 32) >> (rank % 32) & 1);
+  }
+  __device__ __forceinline__ u32 word(u32 index) const {
+    return RANK_MASK ? load_relaxed(reinterpret_cast<const u32*>(mask) + index) : ALL_LANES;
   }
 };
 
@@ -109,14 +112,15 @@ struct Holders {
     load(place(p, p.topk_target_ranks_offset, token), place(p, p.topk_send_indices_offset, token), token);
   }
 
-  // The same in all lanes.
-  __device__ __forceinline__ RankSet set() const {
+  // The same in all lanes. A rank masked out since the dispatch holds nothing: its rows may never come.
+  __device__ __forceinline__ RankSet set(const ActiveRanks& active) const {
     RankSet found;
     found.clear();
 #pragma unroll
     for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) found.add(ranks[i]);
 #pragma unroll
-    for (u32 i = 0; i < RANK_WORDS; ++i) found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]);
+    for (u32 i = 0; i < RANK_WORDS; ++i)
+      found.words[i] = __reduce_or_sync(ALL_LANES, found.words[i]) & active.word(i);
     return found;
   }
 

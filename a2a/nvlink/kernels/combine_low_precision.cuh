@@ -62,11 +62,11 @@ __device__ __forceinline__ void stage_e4m3_unit(const CombineParams& p, const Ro
 
 // Adds a segment of one token's rows, COUNT neighbouring elements per lane.
 template <u32 COUNT>
-__device__ __forceinline__ void sum_e4m3_unit(const CombineParams& p, u32 unit, bool made_here) {
+__device__ __forceinline__ void sum_e4m3_unit(const CombineParams& p, const ActiveRanks& active, u32 unit, bool made_here) {
   const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
   Holders holders;
   holders.load(p, token);
-  const RankSet ranks = holders.set();
+  const RankSet ranks = holders.set(active);
   u32 begin, end;
   segment_of(p.row_elements, segment, p.segments, begin, end);
   u8* const out = reinterpret_cast<u8*>(p.output) + u64(token) * p.row_elements * size_of(p.output_type);

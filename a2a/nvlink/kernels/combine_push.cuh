@@ -29,9 +29,9 @@ __device__ __forceinline__ void push_unit(const CombineParams& p, const Round& r
 }
 
 // Waits for a segment of all rows of a token that other ranks hold. Every lane acquires for its own reads.
-__device__ __forceinline__ bool await_pushed(const CombineParams& p, const Round& round, const Holders& holders,
-                                             u32 segment) {
-  return for_each_rank(holders.set(), [&](u32 rank) {
+__device__ __forceinline__ bool await_pushed(const CombineParams& p, const Round& round, const ActiveRanks& active,
+                                             const Holders& holders, u32 segment) {
+  return for_each_rank(holders.set(active), [&](u32 rank) {
     if (rank == p.ep_rank) return true;
     const u32* const flag = pushed_flag(p, p.ep_rank, rank, holders.slot_at(rank), segment);
     return bool(__all_sync(ALL_LANES, await_flag(round, flag, rank)));
@@ -90,8 +90,8 @@ __device__ __forceinline__ void combine_push(const CombineParams& p) {
     if (lane == 0) next = atomicAdd(claims, 1);
     Holders holders;
     holders.load(p, unit / p.segments);
-    fine = await_pushed(p, round, holders, unit % p.segments);
-    if (fine) sum_unit<TYPE, true>(p, holders, unit, row_bytes);
+    fine = await_pushed(p, round, active, holders, unit % p.segments);
+    if (fine) sum_unit<TYPE, true>(p, active, holders, unit, row_bytes);
     unit = __shfl_sync(ALL_LANES, next, 0);
   }
   if (QUANTIZES) finish_rows(p, p.num_tokens + blockIdx.x, gridDim.x);

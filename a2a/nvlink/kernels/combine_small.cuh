@@ -167,7 +167,7 @@ __device__ __forceinline__ void combine_small_rows(const CombineParams& p, u32* 
 #pragma unroll 1
     for (u32 token = first; fine && token < p.num_tokens; token += rows) {
       if (token != first) holders.load(p, token);
-      const RankSet ranks = holders.set();
+      const RankSet ranks = holders.set(active);
       // Our own row is read while others' are on the wire, whatever its place in the sum.
       if (ranks.has(p.ep_rank) && !(ROW_ORDER_TOKEN && token == first))
         here.load<WORDS>(own_rows + u64(holders.slot_at(p.ep_rank)) * row_bytes, own_low, own_high);

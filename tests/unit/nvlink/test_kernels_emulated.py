@@ -444,6 +444,34 @@ def test_masked_ranks_are_neither_sent_to_nor_waited_for(modules: Modules, regim
         ranks.play(draw(case, seed, [9, 5, 16]))
 
 
+@pytest.mark.parametrize("row_order", ["token", "compact"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_rank_masked_out_since_the_dispatch_adds_nothing(modules: Modules, regime: str, row_order: str) -> None:
+    """It has gone: neither its header nor its rows come, and what lies in its memory counts for nothing."""
+    case = Case(ep_size=3, row_order=row_order)
+    ranks = Ranks(modules, case, regime, mask={0, 1, 2})
+    for seed in range(2):
+        round = draw(case, seed, [9, 5, 16])
+        ids = [each.topk_ids for each in round.inputs]
+        structs, inputs = ranks.dispatch_params(round, 1)
+        receipts = reference.dispatch(inputs, case.placed(), 16, row_order=row_order)
+        ranks.launch("dispatch", structs)
+        rows = [ranks.expert_rows(receipt) for receipt in receipts]
+        combines, outputs = ranks.combine_params(rows, [9, 5, 16], bool(seed), 1)
+        for rank in (0, 2):
+            ranks.region(rank, "rank_mask", torch.uint8)[0] = 0b101
+        ranks.launch("combine", combines, [0, 2])
+        # Slots are those of the dispatch.
+        gone = [torch.zeros_like(each) if rank == 1 else each for rank, each in enumerate(rows)]
+        sums = reference.combine(ids, gone, case.placed(), row_order=row_order)
+        for rank in (0, 2):
+            assert not ranks.words[rank].recorded, ranks.facts(rank)
+            assert_equal(f"rank {rank}: output", outputs[rank], sums[rank])
+        ranks.start_over()
+        for rank in (0, 2):
+            ranks.region(rank, "rank_mask", torch.uint8)[0] = 0b111
+
+
 @pytest.mark.parametrize("regime", [regime for regime in REGIMES if regime != "push"])  # dispatch's are three
 @pytest.mark.parametrize("wire", [name for name in params.WIRE_FORMATS if name is not None])
 def test_formats_are_made_on_the_way_bit_for_bit(modules: Modules, wire: str, regime: str) -> None:
