@@ -240,7 +240,8 @@ class Exchange:
         params.invalid_id = call.invalid_id
         params.num_eplb_stats = 0 if stats is None else stats.numel()
         widths = [payload.row_bytes for payload in call.payloads]
-        params.digest = _digest(widths, stats is not None)
+        # The regime too: rows made here and rows made before may have different ones for the same widths.
+        params.digest = _digest(widths, (stats is not None, point.regime))
         rows = call.rows[0]
         if call.quantize is not None and rows is not None:
             params.hidden_size = rows.shape[1]
@@ -347,7 +348,8 @@ class Exchange:
         params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
         params.staged = int(made_of is not None or not call.payload_in_workspace)
         kind = "e4m3" if call.low_precision else TYPE_NAMES[call.payload.dtype]
-        params.digest = _digest([row_bytes], kind)
+        # A narrower row with scales may take as many bytes as a wider one without.
+        params.digest = _digest([call.payload.shape[2], row_bytes], kind)
         if how is not None and scales is not None:
             fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
             # The table's threads of a small round are those of one of several CTAs that share a row.

@@ -164,7 +164,8 @@ class NvlinkTransport(Transport):
     def dispatch(self, call: DispatchCall) -> None:
         if self.hook is not None:
             self.hook("dispatch.enter", call.round)
-        said = (call.runtime_max_tokens_per_rank, call.payloads, call.eplb_local_stats is not None)
+        makes = call.quantize is not None
+        said = (call.runtime_max_tokens_per_rank, call.payloads, call.eplb_local_stats is not None, makes)
         self._before("dispatch", call.context, call.round, 0, said)
         self._exchange.dispatch(call)
 
@@ -460,9 +461,13 @@ class NvlinkTransport(Transport):
 def _facts_of(phase: str, said: tuple[Any, ...]) -> dict[str, Any]:
     """What ranks compare of a launch, by name. Made when it is asked for: nearly no launch is."""
     if phase == "dispatch":
-        most, payloads, has_stats = said
-        widths = [payload.row_bytes for payload in payloads]
-        return {"runtime_max_tokens_per_rank": most, "payload_row_bytes": widths, "eplb_local_stats": has_stats}
+        most, payloads, has_stats, makes = said
+        return {
+            "runtime_max_tokens_per_rank": most,
+            "payload_row_bytes": [payload.row_bytes for payload in payloads],
+            "eplb_local_stats": has_stats,
+            "quantised_by_dispatch": makes,
+        }
     most, shape, dtype, low_precision = said
     return {
         "runtime_max_tokens_per_rank": most,

@@ -512,3 +512,43 @@ def test_rounds_start_over_at_any_number(played: int, monkeypatch: pytest.Monkey
     used.start_over([played, played + 1])
     assert used.rounds() == [played, played + 1]
     assert [words.first_round for words in used.words] == [played + 1, (played + 2) % 2**32]
+
+
+def test_ranks_that_take_different_ways_are_told_apart() -> None:
+    """One makes the wire format itself, another was given it: the same bytes, and perhaps not the same regime."""
+    used, seen = exchange()
+    points = [each for each in used.tuning.points if each.phase == "dispatch"]
+    small = next(each for each in points if each.rows == "quantized" and each.regime == "small")
+    bulk = next(each for each in points if each.rows == "copied" and each.regime == "bulk")
+    # At this size rows that are copied go in bulk, and rows that are made do not.
+    here = [dataclasses.replace(each, ep_size=2, row_bytes=296, tokens=100, pair_us=0.0) for each in (small, bulk)]
+    used.tune(used.tuning.with_points(here, "made up"))
+    rows, ids = ROWS[torch.bfloat16][:3], IDS[torch.int32][:3]
+    offsets = LAYOUT.payload_offsets([256, 8, 16, 16], 0)
+    widths = [256, 8, 16, 16]
+    call = dispatch_call(random.Random(1))._replace(
+        context=0,
+        topk_ids=ids,
+        payloads=tuple(Payload(width, at, None) for width, at in zip(widths, offsets, strict=True)),
+        rows=(rows, None, ids, ids),
+        runtime_max_tokens_per_rank=100,
+        quantize=FUSED,
+        eplb_local_stats=None,
+        num_sms=None,
+    )
+    used.dispatch(call)
+    used.dispatch(call._replace(rows=(rows, MORE[:3, :8], ids, ids), quantize=None, like=object()))
+    assert [each[0] for each in seen] == ["dispatch_small_bytes", "dispatch_bulk"]
+    assert seen[0][3]["digest"] != seen[1][3]["digest"]
+
+
+def test_rows_of_as_many_bytes_are_told_apart() -> None:
+    """128 elements with a scale, and 132 without: both take 132 bytes of the e4m3 wire."""
+    used, seen = exchange()
+    call = _large_combine(low_precision=True)
+    for width, dtype in ((128, torch.bfloat16), (132, torch.float8_e4m3fn)):
+        blocks = torch.zeros((2, 600, width), dtype=dtype)
+        output = torch.zeros((600, width), dtype=torch.bfloat16)
+        used.combine(call._replace(payload=blocks, output=output, like=object()))
+    assert [each[3]["row_pitch"] for each in seen] == [132, 132]
+    assert seen[0][3]["digest"] != seen[1][3]["digest"]

@@ -92,6 +92,7 @@ def call(round: int, *, context: int = 0, most: int = 4) -> Any:
         runtime_max_tokens_per_rank=most,
         payloads=(payload,),
         eplb_local_stats=None,
+        quantize=None,
     )
 
 
