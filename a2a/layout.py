@@ -131,6 +131,10 @@ class WorkspaceLayout:
             offset += align(config.ep_size * config.max_num_tokens * width)
         return tuple(offsets)
 
+    def dispatch_offset(self, context: int = 0) -> int:
+        """Start of the dispatch area, which ends before the combine area."""
+        return self._by_key["dispatch", context].offset_bytes
+
     def combine_offset(self, row_bytes: int, context: int = 0) -> int:
         """Start of the combine area of rounds whose rows take `row_bytes` there: the same for all widths."""
         return self._by_key["combine", context].offset_bytes
@@ -177,6 +181,10 @@ class SharedAreaLayout(WorkspaceLayout):
         self._check_room("input_payloads", f"rows of {list(row_bytes)} bytes", widest, self._widest_combine_bytes)
         self._widest_dispatch_bytes = widest
         return tuple(offsets)
+
+    def dispatch_offset(self, context: int = 0) -> int:
+        """As in `WorkspaceLayout`: that of the shared area."""
+        return self.region("payloads", context).offset_bytes
 
     def extent_bytes(self, row_bytes: Sequence[int]) -> int:
         """What payloads of these widths take of the shared area."""

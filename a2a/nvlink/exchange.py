@@ -271,6 +271,7 @@ class Exchange:
             and alike.kernel.prepared is alike.prepared
             # The place of the combine area may change with the rounds before.
             and self._layout.combine_offset(alike.row_bytes, call.context) == alike.combine_offset
+            and not self._is_overwritten(call, alike.combine_offset)
         ):
             self._launch_combine(alike.kernel, call, call.payload, output, self._enter(call.stream), alike.pdl)
             return
@@ -288,25 +289,22 @@ class Exchange:
             # Rows of the wire are made there, and are narrower.
             with torch.cuda.stream(stream):
                 payload = payload.clone()
-        elif point.regime == "push":
-            area = self._layout.region("dispatch", call.context)
-            if self._meets(payload, area.offset_bytes, area.num_bytes):
-                # Peers push their rows there while ours are still being read.
-                with torch.cuda.stream(stream):
-                    payload = self._staged(payload, call.context)
+        elif self._is_overwritten(call, offset):
+            with torch.cuda.stream(stream):
+                payload = self._staged(payload, call.context)
         made_of = TYPE_NAMES[payload.dtype] if makes_wire else None
         how = call.output_quantize
         made = None if how is None else (how.wire_format.name, call.scale_layout)
-        staged = makes_wire or not call.payload_in_workspace
+        # What was moved to the area needs no staging.
+        staged = makes_wire or not (call.payload_in_workspace or payload is not call.payload)
         shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype, made)
         prepared = (call.context, call.num_sms, shape)
         if kernel.prepared != prepared:
             kernel.prepared = None
-            self._prepare_combine(kernel, call, output, point, row_bytes, offset, made_of)
+            self._prepare_combine(kernel, call, output, point, row_bytes, offset, made_of, staged)
             kernel.prepared = prepared
         pdl = self._pdl(call.enable_pdl, point)
-        # Where the payload lies is looked at each time that it matters.
-        if not makes_wire and (point.regime != "push" or call.payload_in_workspace):
+        if not makes_wire and payload is call.payload:
             self._keep(key, _Launch(kernel, kernel.prepared, pdl, top_k, row_bytes, offset))
         self._launch_combine(kernel, call, payload, output, stream, pdl)
 
@@ -333,6 +331,7 @@ class Exchange:
         row_bytes: int,
         offset_bytes: int,
         made_of: str | None,
+        staged: bool,
     ) -> None:
         """Every field but the caller's addresses, and the shape of the launch; `made_of`: type of what becomes e4m3."""
         params, most, num_sms = kernel.parameters, call.runtime_max_tokens_per_rank, call.num_sms
@@ -346,7 +345,7 @@ class Exchange:
         params.runtime_max_tokens_per_rank = most
         params.row_elements = call.payload.shape[2]
         params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
-        params.staged = int(made_of is not None or not call.payload_in_workspace)
+        params.staged = int(staged)
         kind = "e4m3" if call.low_precision else TYPE_NAMES[call.payload.dtype]
         # A narrower row with scales may take as many bytes as a wider one without.
         params.digest = _digest([call.payload.shape[2], row_bytes], kind)
@@ -377,6 +376,17 @@ class Exchange:
         if call.stream is not None:
             more = [] if scales is None else [call.output, scales, scale]
             self._used_on(stream, [payload, output, *more])
+
+    def _is_overwritten(self, call: CombineCall, combine_offset: int) -> bool:
+        """Whether peers may write to the payload while it is read: it lies in this rank's dispatch area.
+
+        Once they know that this rank has begun, they push their rows there, or begin the next round, whose blocks lie
+        elsewhere than this one's if R or a width is another.
+        """
+        if call.payload_in_workspace:
+            return False
+        start = self._layout.dispatch_offset(call.context)
+        return self._meets(call.payload, start, combine_offset - start)
 
     def _meets(self, payload: Tensor, offset_bytes: int, num_bytes: int) -> bool:
         """Whether any of the payload lies in those bytes of this rank's workspace."""

@@ -374,9 +374,12 @@ def test_rows_are_pulled_where_a_caller_owns_the_workspace() -> None:
     assert [each[0] for each in seen] == ["bulk"]
 
 
-def test_a_payload_where_rows_would_land_is_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("regime", ["push", "bulk", "small"])
+def test_a_payload_that_peers_may_write_to_is_moved_first(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed rows, or those of a next round with other blocks, would land where this rank still reads."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    used, seen = pushing()
+    used, seen = pushing() if regime == "push" else exchange()
+    used._small_max_tokens, used.landing_tokens = (600, 600) if regime == "small" else (0, 0)
     call = _large_combine()
     areas = {name: LAYOUT.region(name, call.context).offset_bytes for name in ("dispatch", "combine")}
     views = {
@@ -386,10 +389,14 @@ def test_a_payload_where_rows_would_land_is_moved_first(monkeypatch: pytest.Monk
     for seed in range(2):
         views["dispatch"].copy_(torch.randn(BLOCKS.shape, generator=torch.Generator().manual_seed(seed)))
         used.combine(call._replace(payload=views["dispatch"]))
+        assert regime in seen[-1][0] and not seen[-1][3]["staged"]
         assert seen[-1][3]["payload"] == views["combine"].data_ptr()
         assert torch.equal(views["combine"], views["dispatch"])
-    used.combine(call)
-    assert seen[-1][3]["payload"] == BLOCKS.data_ptr()
+    for payload in (BLOCKS, views["dispatch"], BLOCKS):
+        # Calls that are alike but for the place.
+        used.combine(call._replace(payload=payload))
+    assert [each[3]["payload"] == views["combine"].data_ptr() for each in seen[-3:]] == [False, True, False]
+    assert [each[3]["staged"] for each in seen[-3:]] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("in_workspace", [False, True])
@@ -471,7 +478,12 @@ def test_a_repeated_combine_finds_the_area_where_it_is_now() -> None:
     after = dispatch_call(draw)._replace(runtime_max_tokens_per_rank=1, topk_ids=IDS[torch.int32][:1])
     call = combine_call(draw, after, {})._replace(low_precision=False)
     offset = LAYOUT.combine_offset(0, call.context)
-    used._layout = SimpleNamespace(regions=LAYOUT.regions, region=LAYOUT.region, combine_offset=lambda *_: next(place))
+    used._layout = SimpleNamespace(
+        regions=LAYOUT.regions,
+        region=LAYOUT.region,
+        dispatch_offset=LAYOUT.dispatch_offset,
+        combine_offset=lambda *_: next(place),
+    )
     told = []
     for at in (offset, offset, offset + 128, offset + 128, offset):
         place = itertools.repeat(at)
