@@ -160,9 +160,11 @@ class Ranks:
     def ids_payload(self) -> int:
         return IDS_PAYLOAD + (self.wire is not None)
 
-    def launch(self, phase: str, structs: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
+    def launch(
+        self, phase: str, structs: Sequence[Any], ranks: Sequence[int] | None = None, regime: str | None = None
+    ) -> None:
         fused = phase == "dispatch" and self.wire is not None
-        way, columns = self.regime, self.columns
+        way, columns = regime or self.regime, self.columns
         if way == "push" and phase == "dispatch":
             way = "bulk"
         if fused and way != "bulk":
@@ -264,6 +266,8 @@ class Ranks:
 
 ABLE: Final = {"small_words": 4, "push": 8}
 """What the elements of a row are a multiple of for a regime to take them."""
+IN_TURN: Final = ["small_words", "push", "bulk", "push", "push", "small_bytes", "push", "small_words", "bulk", "push"]
+"""Each regime behind each that it may disturb."""
 TABLE: Final = (2, 0, 1, 1, 2, 0, 0, 2) * 2
 SHAPES: dict[str, dict[str, Any]] = {
     "token order": {"ep_size": 2, "row_order": "token", "hidden_size": 40, "max_num_tokens": 150},
@@ -392,16 +396,17 @@ def test_quantized_output_is_made_of_the_rounded_sum(
 
 
 @pytest.mark.parametrize("row_order", ["token", "compact"])
-@pytest.mark.parametrize("regime", ["bulk", "push"])
-def test_ranks_that_run_ahead_disturb_nobody(modules: Modules, regime: str, row_order: str) -> None:
-    """Each rank goes on as soon as its own launch has ended, and is late by turns."""
+@pytest.mark.parametrize("regimes", [["bulk"] * 6, ["push"] * 6, IN_TURN], ids=["bulk", "push", "in turn"])
+def test_ranks_that_run_ahead_disturb_nobody(modules: Modules, regimes: Sequence[str], row_order: str) -> None:
+    """Each rank goes on as soon as its own launch has ended, and is late by turns; blocks lie elsewhere each round."""
     case = Case(ep_size=3, row_order=row_order, hidden_size=64, max_num_tokens=24)
-    ranks = Ranks(modules, case, regime)
-    counts, most = [24, 9, 17], 24
-    rounds = [draw(case, seed, counts, most) for seed in range(6)]
+    ranks = Ranks(modules, case, regimes[0])
+    counts = [[24, 9, 17], [3, 0, 2], [8, 16, 1], [0, 5, 24]]
+    rounds = [draw(case, seed, counts[seed % 4]) for seed in range(len(regimes))]
     made, told = [], []
     for round in rounds:
         structs, inputs = ranks.dispatch_params(round, 1)
+        most = round.runtime_max_tokens_per_rank
         receipts = reference.dispatch(
             inputs, case.placed(), most, row_order=row_order, scrub=case.scrub, ids_payload=IDS_PAYLOAD
         )
@@ -414,13 +419,14 @@ def test_ranks_that_run_ahead_disturb_nobody(modules: Modules, regime: str, row_
     def play(rank: int) -> None:
         delays = random.Random(rank)
         try:
-            for (receipts, rows, sums), (structs, inputs) in zip(made, told, strict=True):
-                ranks.launch("dispatch", structs, [rank])
+            for regime, (receipts, rows, sums), (structs, inputs) in zip(regimes, made, told, strict=True):
+                most, count = structs[rank].runtime_max_tokens_per_rank, structs[rank].num_tokens
+                ranks.launch("dispatch", structs, [rank], regime)
                 # Its rows are this rank's until it combines.
                 time.sleep(delays.choice((0.0, 0.0, 0.05)))
                 ranks.assert_dispatched(rank, structs[rank], inputs[rank], receipts[rank], most)
-                fields, output = ranks.combine_told(rank, rows[rank], counts[rank], staged=False, segments=1)
-                ranks.launch("combine", [fields] * 3, [rank])
+                fields, output = ranks.combine_told(rank, rows[rank], count, staged=False, segments=1)
+                ranks.launch("combine", [fields] * 3, [rank], regime)
                 assert_equal("output", output, sums[rank])
                 time.sleep(delays.choice((0.0, 0.0, 0.05)))
         except AssertionError as error:
