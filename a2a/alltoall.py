@@ -232,7 +232,7 @@ class RoundContext:
         shared = self._shared
         try:
             if active_rank_mask is not None:
-                self._set_mask(active_rank_mask)
+                self._set_mask(active_rank_mask, stream)
             key, plan = None, None
             ids_payload = expert_id_payload_index
             if isinstance(input_payloads, list | tuple):
@@ -321,7 +321,7 @@ class RoundContext:
         shared = self._shared
         try:
             if active_rank_mask is not None:
-                self._set_mask(active_rank_mask)
+                self._set_mask(active_rank_mask, stream)
             if (
                 scale is None
                 and global_scale is None
@@ -463,7 +463,7 @@ class RoundContext:
         shared, this = self._shared, self._round or self._last_round("combine")
         try:
             if active_rank_mask is not None:
-                self._set_mask(active_rank_mask)
+                self._set_mask(active_rank_mask, stream)
             if type(runtime_max_tokens_per_rank) is not int or (
                 runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
             ):
@@ -827,7 +827,7 @@ class RoundContext:
                 rank=self.ep_rank,
             )
 
-    def _set_mask(self, mask: Tensor) -> None:
+    def _set_mask(self, mask: Tensor, stream: Any) -> None:
         words = -(-self.ep_size // 64)
         mine = self.rank_mask
         if (
@@ -849,7 +849,9 @@ class RoundContext:
                 wanted=f"bit {self.ep_rank} set, the caller's own",
                 rank=self.ep_rank,
             )
-        mine.copy_(mask)
+        # Behind the round that may still be under way there: its kernels read the mask too.
+        with self._on(stream):
+            mine.copy_(mask)
 
     # ---- views -----------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -332,3 +334,30 @@ def test_a_scale_belongs_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         held = [call.output_quantize.global_scale for call in told if call.output_quantize is not None]
         assert len({id(each) for each in held}) == 4 and not moe._combine_plans
     assert made[0].equal(made[1]) and not made[2].equal(made[3])
+
+
+def test_a_mask_is_set_on_the_stream_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it would change under the kernels of the round before."""
+    ids, mask = torch.zeros((2, 2), dtype=torch.int32), torch.ones(1, dtype=torch.uint64)
+    here: list[object] = [None]
+    copied: list[object] = []
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        here.append(stream)
+        yield
+        here.pop()
+
+    copy = Tensor.copy_
+
+    def copy_(to: Tensor, source: Tensor) -> Tensor:
+        if source is mask:
+            copied.append(here[-1])
+        return copy(to, source)
+
+    with built(enable_rank_mask=True) as moe:
+        monkeypatch.setattr(moe, "_on", on)
+        monkeypatch.setattr(Tensor, "copy_", copy_)
+        moe.dispatch(ids, [ids], 2, active_rank_mask=mask, stream=5)
+        moe.combine(torch.zeros(1, 2, HIDDEN, dtype=torch.bfloat16), 2, active_rank_mask=mask, stream=6)
+    assert copied == [5, 6]
