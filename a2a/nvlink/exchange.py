@@ -75,6 +75,16 @@ class _Launch(NamedTuple):
     combine_offset: int
 
 
+class _CombineRows(NamedTuple):
+    """How combine's rows lie in the combine area: bytes of one, where they start, whether the launch brings them there,
+    and the type of rows of which it makes the e4m3 wire."""
+
+    row_bytes: int
+    offset_bytes: int
+    staged: bool
+    made_of: str | None
+
+
 class Exchange:
     """One rank's rounds on `workspace`.
 
@@ -292,16 +302,15 @@ class Exchange:
         elif self._is_overwritten(call, offset):
             with torch.cuda.stream(stream):
                 payload = self._staged(payload, call.context)
-        made_of = TYPE_NAMES[payload.dtype] if makes_wire else None
-        how = call.output_quantize
-        made = None if how is None else (how.wire_format.name, call.scale_layout)
         # What was moved to the area needs no staging.
         staged = makes_wire or not (call.payload_in_workspace or payload is not call.payload)
-        shape = (call.num_tokens, most, width, row_bytes, offset, staged, made_of, output.dtype, made)
-        prepared = (call.context, call.num_sms, shape)
+        rows = _CombineRows(row_bytes, offset, staged, TYPE_NAMES[payload.dtype] if makes_wire else None)
+        how = call.output_quantize
+        made = None if how is None else (how.wire_format.name, call.scale_layout)
+        prepared = (call.context, call.num_sms, call.num_tokens, most, width, rows, output.dtype, made)
         if kernel.prepared != prepared:
             kernel.prepared = None
-            self._prepare_combine(kernel, call, output, point, row_bytes, offset, made_of, staged)
+            self._prepare_combine(kernel, call, output, point, rows)
             kernel.prepared = prepared
         pdl = self._pdl(call.enable_pdl, point)
         if not makes_wire and payload is call.payload:
@@ -323,42 +332,34 @@ class Exchange:
         return self._combine_kernel(f"combine_small_bytes_{kind}", top_k)
 
     def _prepare_combine(
-        self,
-        kernel: Kernel,
-        call: CombineCall,
-        output: Tensor,
-        point: Point,
-        row_bytes: int,
-        offset_bytes: int,
-        made_of: str | None,
-        staged: bool,
+        self, kernel: Kernel, call: CombineCall, output: Tensor, point: Point, rows: _CombineRows
     ) -> None:
-        """Every field but the caller's addresses, and the shape of the launch; `made_of`: type of what becomes e4m3."""
+        """Every field but the caller's addresses, and the shape of the launch."""
         params, most, num_sms = kernel.parameters, call.runtime_max_tokens_per_rank, call.num_sms
         how, scales = call.output_quantize, call.output_scales
         self._offsets(params, _COMBINE_OFFSETS, call.context)
-        params.combine_offset = offset_bytes
-        params.row_pitch = row_bytes
-        params.scaled = int(made_of is not None)
-        params.payload_type = 0 if made_of is None else OUTPUT_TYPES.index(made_of)
+        params.combine_offset = rows.offset_bytes
+        params.row_pitch = rows.row_bytes
+        params.scaled = int(rows.made_of is not None)
+        params.payload_type = 0 if rows.made_of is None else OUTPUT_TYPES.index(rows.made_of)
         params.num_tokens = call.num_tokens
         params.runtime_max_tokens_per_rank = most
         params.row_elements = call.payload.shape[2]
         params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
-        params.staged = int(staged)
+        params.staged = int(rows.staged)
         kind = "e4m3" if call.low_precision else TYPE_NAMES[call.payload.dtype]
         # A narrower row with scales may take as many bytes as a wider one without.
-        params.digest = _digest([call.payload.shape[2], row_bytes], kind)
+        params.digest = _digest([call.payload.shape[2], rows.row_bytes], kind)
         if how is not None and scales is not None:
             fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
             # The table's threads of a small round are those of one of several CTAs that share a row.
             point = dataclasses.replace(point, threads=MAX_THREADS) if point.regime == "small" else point
         if point.regime == "small":
-            self._small_shape(kernel, point, row_bytes, most, num_sms, one_cta=how is not None)
+            self._small_shape(kernel, point, rows.row_bytes, most, num_sms, one_cta=how is not None)
         elif point.regime == "push":
-            self._push_shape(kernel, point, row_bytes, num_sms)
+            self._push_shape(kernel, point, rows.row_bytes, num_sms)
         else:
-            self._bulk_shape(kernel, point, call.num_tokens, row_bytes, num_sms)
+            self._bulk_shape(kernel, point, call.num_tokens, rows.row_bytes, num_sms)
 
     def _launch_combine(
         self, kernel: Kernel, call: CombineCall, payload: Tensor, output: Tensor, stream: Any, pdl: bool
