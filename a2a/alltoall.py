@@ -851,6 +851,13 @@ class RoundContext:
             )
         # Behind the round that may still be under way there: its kernels read the mask too.
         with self._on(stream):
+            if mine.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    what="active_rank_mask",
+                    got="a mask from the host while a graph is captured",
+                    wanted="none: each replay reads rank_mask, which can be written on the device",
+                    rank=self.ep_rank,
+                )
             mine.copy_(mask)
 
     # ---- views -----------------------------------------------------------------------------------------------------

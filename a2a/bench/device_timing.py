@@ -6,8 +6,9 @@ Eager: rounds follow each other without a host barrier, as layers do; events bef
 combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
 one round's share; outputs are poisoned before every replay and compared after it. The phases of a round in a graph have
 a graph of their own, with events between them, which keep kernels apart that otherwise overlap: dispatch and combine
-together are slower there than the pair. Dispatch is timed a third time in a graph of dispatches alone, as the pair is:
-its share of that is what it adds to a stream of kernels. Either way a round is as slow as its slowest rank.
+together are slower there than the pair. Dispatch is timed a third time in a graph of dispatches alone, between events
+behind the first and the last: its share of that is what it adds to a stream of kernels. Either way a round is as slow
+as its slowest rank.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from a2a.bench.implementation import Implementation, tensor_difference
+from a2a.bench.implementation import Implementation, difference, tensor_difference
 from a2a.bench.timing import Stamps
 
 _EVENTS = 3
+_DISPATCHES = 4
+"""Of a graph of dispatches alone; the first is not counted. Each is a round in flight, and takes memory of its own."""
 _PHASED_ROUNDS = 8
 """Of a graph with events between phases; its first round, to which ranks come apart, is not counted."""
 
@@ -35,7 +38,7 @@ class Replayed:
     Attributes:
         rounds: stamps per replay, of a mean round, dispatch and combine not told apart.
         phases: stamps of rounds with events between phases.
-        dispatches: seconds per replay, of a mean dispatch in a graph of dispatches alone.
+        dispatches: seconds per replay, of a mean dispatch in a graph of dispatches alone; of those that have one.
         wrong: what a replay got wrong, or an empty string.
     """
 
@@ -141,27 +144,53 @@ def time_replays(
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
     phases = {each.name: _time_phases(each, replays, barrier) for each in implementations}
-    dispatches = {each.name: _time_dispatches(each, replays, rounds_per_graph, barrier) for each in implementations}
+    dispatches: dict[str, list[float]] = {}
     for each in implementations:
-        # The last of those dispatches has brought the same rows.
-        barrier()
-        wrong[each.name] = wrong[each.name] or tensor_difference(
-            "sums behind dispatches alone", each.combine(), outputs[each.name][1]
-        )
+        found, reason = _time_dispatches(each, replays, barrier)
+        if found:
+            dispatches[each.name] = found
+        wrong[each.name] = wrong[each.name] or reason
     return Replayed({name: np.array(rows) for name, rows in stamps.items()}, phases, dispatches, wrong)
 
 
-def _time_dispatches(
-    each: Implementation, replays: int, rounds_per_graph: int, barrier: Callable[[], None]
-) -> list[float]:
-    graph = torch.cuda.CUDAGraph()
+def _time_dispatches(each: Implementation, replays: int, barrier: Callable[[], None]) -> tuple[list[float], str]:
+    """Seconds of a mean dispatch per replay, none where it cannot be had; and what the last replay got wrong."""
     barrier()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds_per_graph):
-            each.dispatch()
+    each.dispatch()
+    # A limit signals nothing: its peers may still be writing.
     barrier()
-    graph.replay()
-    return [replay_s(graph, barrier) / rounds_per_graph for _ in range(replays)]
+    wanted = each.received()
+    each.combine()
+    alone = each.dispatches(_DISPATCHES)
+    if alone is None:
+        return [], ""
+    sends, ends = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    behind_first, behind_last = _event(external=True), _event(external=True)
+    barrier()
+    with torch.cuda.graph(sends):
+        alone.dispatch(0)
+        behind_first.record()
+        for index in range(1, _DISPATCHES):
+            alone.dispatch(index)
+        behind_last.record()
+    with torch.cuda.graph(ends):
+        for index in range(_DISPATCHES):
+            alone.combine(index)
+    took, reason = [], ""
+    # Once more than is counted: the first round of an object is cold.
+    for number in range(replays + 1):
+        barrier()
+        sends.replay()
+        torch.cuda.synchronize()
+        if number:
+            took.append(float(behind_first.elapsed_time(behind_last)) * 1e-3 / (_DISPATCHES - 1))
+        if number == replays:
+            barrier()
+            reason = difference(alone.received(), wanted)
+        ends.replay()
+    barrier()
+    alone.close()
+    return took, reason and f"dispatches alone: {reason}"
 
 
 def replay_s(graph: torch.cuda.CUDAGraph, barrier: Callable[[], None]) -> float:

@@ -17,7 +17,7 @@ from a2a.errors import StateError
 from a2a.transport import Transport
 
 
-def build(case: Case, comm: Comm, name: str) -> MoeAlltoAll:
+def build(case: Case, comm: Comm, name: str, num_contexts: int = 1) -> MoeAlltoAll:
     """The object of a case: exactly the capacity that the case needs."""
     return MoeAlltoAll(
         max_num_tokens=case.max_tokens,
@@ -29,6 +29,7 @@ def build(case: Case, comm: Comm, name: str) -> MoeAlltoAll:
         comm=comm,
         transport=case.transport,
         row_order=case.row_order,
+        num_contexts=num_contexts,
         name=name,
     )
 
@@ -39,7 +40,7 @@ class Exchange(Implementation):
     name: ClassVar[str] = "a2a"
 
     def __init__(self, case: Case, comm: Comm) -> None:
-        self._case = case
+        self._case, self._comm = case, comm
         # As a layer has them at hand: what a case has to look up is no part of a round.
         self._most, self._ids, self._weights = case.max_tokens, case.topk_ids, case.topk_weights
         self._moe = build(case, comm, "bench")
@@ -82,15 +83,11 @@ class Exchange(Implementation):
         )
 
     def received(self) -> Received:
-        got = self._got()
-        valid = self._valid(got)
-        counts = tuple(int(count) for count in got.recv_counts)
-        scales = None if got.scales is None else got.scales[valid]
-        return Received(counts, got.hidden_states[valid], scales, got.topk_ids[valid], got.topk_weights[valid])
+        return received(self._case, self._got())
 
     def fill(self, experts: Experts) -> None:
         got = self._got()
-        valid = self._valid(got)
+        valid = _valid(self._case, got)
         scales = None if got.scales is None else got.scales[valid]
         rows = self._case.dequantize(got.hidden_states[valid], scales)
         self._target()[valid] = experts(rows, self._case.ep_rank)
@@ -106,6 +103,14 @@ class Exchange(Implementation):
             num_sms=case.num_sms,
         )
 
+    def dispatches(self, count: int) -> ContextDispatches | None:
+        moe = build(self._case, self._comm, "bench-dispatches", count)
+        if moe.regime(self._most) != self.regime:
+            # Contexts share what memory there is for landing areas, and so few tokens may be many for them.
+            moe.close()
+            return None
+        return ContextDispatches(self._case, moe, self._rows)
+
     def close(self) -> None:
         self._moe.close()
 
@@ -120,9 +125,49 @@ class Exchange(Implementation):
             raise StateError(rank=self._case.ep_rank, call="received", state="idle", change="call dispatch first")
         return self._dispatched
 
-    def _valid(self, got: Dispatched) -> Tensor:
-        """bool `[ep, R]`: the slots that hold a row."""
-        if self._case.row_order == "token":
-            # Scrubbed ids are -1 in every column of a padded slot.
-            return (got.topk_ids >= 0).any(dim=-1)
-        return torch.arange(self._case.max_tokens) < got.recv_counts.cpu().unsqueeze(1)
+
+class ContextDispatches:
+    """A dispatch in each context of an object of their own; see `Dispatches`."""
+
+    def __init__(self, case: Case, moe: MoeAlltoAll, rows: Tensor) -> None:
+        self._case, self._moe, self._rows = case, moe, rows
+        self._last: Dispatched | None = None
+        self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
+
+    def dispatch(self, index: int) -> None:
+        case = self._case
+        self._last = self._moe.contexts[index].dispatch_tokens(
+            self._rows,
+            case.topk_ids,
+            case.topk_weights,
+            runtime_max_tokens_per_rank=case.max_tokens,
+            num_sms=case.num_sms,
+        )
+
+    def combine(self, index: int) -> None:
+        case, context = self._case, self._moe.contexts[index]
+        area = context.get_combine_payload_tensor_in_workspace(case.max_tokens, case.hidden_size, case.row_dtype)
+        context.combine(area, case.max_tokens, payload_in_workspace=True, output=self._output, num_sms=case.num_sms)
+
+    def received(self) -> Received:
+        assert self._last is not None
+        return received(self._case, self._last)
+
+    def close(self) -> None:
+        self._moe.close()
+
+
+def received(case: Case, got: Dispatched) -> Received:
+    """Copies of the rows that are there."""
+    valid = _valid(case, got)
+    counts = tuple(int(count) for count in got.recv_counts)
+    scales = None if got.scales is None else got.scales[valid]
+    return Received(counts, got.hidden_states[valid], scales, got.topk_ids[valid], got.topk_weights[valid])
+
+
+def _valid(case: Case, got: Dispatched) -> Tensor:
+    """bool `[ep, R]`: the slots that hold a row."""
+    if case.row_order == "token":
+        # Scrubbed ids are -1 in every column of a padded slot.
+        return (got.topk_ids >= 0).any(dim=-1)
+    return torch.arange(case.max_tokens) < got.recv_counts.cpu().unsqueeze(1)

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -155,6 +155,22 @@ class Received:
     topk_weights: Tensor
 
 
+class Dispatches(Protocol):
+    """Dispatches none of which waits for the combine of another, and these combines; by index from 0."""
+
+    def dispatch(self, index: int) -> None:
+        """As `Implementation.dispatch`, of the rows that the implementation has loaded."""
+
+    def combine(self, index: int) -> None:
+        """End the round of that dispatch; what it sums means nothing."""
+
+    def received(self) -> Received:
+        """What the last dispatch brought, before its combine."""
+
+    def close(self) -> None:
+        """Free what they took; collective."""
+
+
 class Implementation(abc.ABC):
     """One way to exchange the rows of a case. Buffers are allocated on construction, which is collective.
 
@@ -213,9 +229,30 @@ class Implementation(abc.ABC):
     def combine(self) -> Tensor:
         """Return the sum over ranks of each token's expert rows, `[n, H]`."""
 
+    def dispatches(self, count: int) -> Dispatches | None:
+        """`count` dispatches to be timed by themselves, or None where they would take another way. Collective."""
+        return _Repeated(self)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Free what construction took; collective."""
+
+
+class _Repeated:
+    """The dispatch of an implementation that knows no rounds."""
+
+    def __init__(self, each: Implementation) -> None:
+        self._each = each
+        self.received = each.received
+
+    def dispatch(self, index: int) -> None:
+        self._each.dispatch()
+
+    def combine(self, index: int) -> None:
+        self._each.combine()
+
+    def close(self) -> None:
+        """It took nothing."""
 
 
 def random_rows(case: Case, rank: int, seed: int) -> Tensor:

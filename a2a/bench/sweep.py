@@ -228,9 +228,9 @@ def _run_mode(
                 if phase != "pair"
             }
         of_dispatches = comm.allgather(dict(replayed.dispatches))
-        for each in implementations:
-            slowest = [max(of_ranks) for of_ranks in zip(*(told[each.name] for told in of_dispatches), strict=True)]
-            alone[each.name] = statistics.median(slowest) * 1e6
+        for name in replayed.dispatches:
+            slowest = [max(of_ranks) for of_ranks in zip(*(told[name] for told in of_dispatches), strict=True)]
+            alone[name] = statistics.median(slowest) * 1e6
     moved = count_bytes(
         pair_counts(case.workload.topk_ids, case.placement),
         dispatch_row_bytes=case.dispatch_row_bytes,
@@ -251,7 +251,7 @@ def _run_mode(
             if mode == "graph":
                 row["rounds_per_graph"] = sweep.rounds_per_graph or DEFAULT_ROUNDS_PER_GRAPH
                 row["events_between_phases"] = phase != "pair"
-                if phase == "dispatch":
+                if phase == "dispatch" and each.name in alone:
                     row["us_alone"] = alone[each.name]
             if wall and phase == "pair":
                 row["us_wall"] = max(of_rank[each.name] for _, _, _, of_rank in gathered) * 1e6

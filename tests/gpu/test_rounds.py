@@ -19,6 +19,7 @@ from a2a import reference
 from a2a.bench.workload import workload
 from a2a.comm import Comm
 from a2a.config import model_preset
+from a2a.errors import ConfigError
 from a2a.quant import wire_format
 from a2a.reference import RankInput
 
@@ -353,6 +354,32 @@ def _late_ids(comm: Comm) -> bool:
             torch.cuda.synchronize()
         moe.check()
     return not int(wrong)
+
+
+def _mask_in_a_capture(comm: Comm) -> bool:
+    """Refused with the facts, not by a copy that a capture cannot have."""
+    case = Case(ep_size=comm.Get_size(), hidden_size=128)
+    torch.cuda.set_device(device_of(comm))
+    with _build(comm, case, enable_rank_mask=True) as moe:
+        ids = torch.zeros((4, case.top_k), dtype=torch.int32, device="cuda")
+        mask = torch.tensor([3], dtype=torch.uint64)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # Something to capture.
+            ids.add_(0)
+            with pytest.raises(ConfigError, match="active_rank_mask"):
+                moe.dispatch(ids, [ids], 4, active_rank_mask=mask)
+        moe.reset()
+        moe.dispatch(ids, [ids], 4, active_rank_mask=mask)
+        area = moe.get_combine_payload_tensor_in_workspace(4, 128, torch.bfloat16)
+        moe.combine(area, 4, payload_in_workspace=True)
+        torch.cuda.synchronize()
+        moe.check()
+    return True
+
+
+def test_a_mask_from_the_host_is_refused_in_a_capture(run_ranks: Any) -> None:
+    assert run_ranks(_mask_in_a_capture, 2) == [True, True]
 
 
 def test_what_a_call_prepares_goes_to_its_stream(run_ranks: Any) -> None:

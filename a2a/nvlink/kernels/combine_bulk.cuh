@@ -221,18 +221,19 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   Holders holders;
   if (warp < adders && self < units) holders.load(p, self / p.segments);
   // Every CTA waits for all ranks, then reads.
-  for (u32 rank = warp; rank < EP_SIZE; rank += adders + 1) {
+  bool fine = true;
+  for (u32 rank = warp; fine && rank < EP_SIZE; rank += adders + 1) {
     if (!active.has(rank)) continue;
     u32 num_flags = 0;
-    bool fine = check_header(p, round, rank, num_flags);
+    fine = check_header(p, round, rank, num_flags);
     if (rank != p.ep_rank || makes) {
       const u32* const flags = reinterpret_cast<const u32*>(mine + p.combine_flags_offset) +
                                u64(round.parity * EP_SIZE + rank) * MAX_CTAS;
       for (u32 i = lane; fine && i < num_flags; i += 32) fine = await_flag(round, flags + i, rank);
     }
   }
-  __syncthreads();
-  if (verdict == VERDICT_FINE && warp < adders) {
+  // Not asked of the verdict, which other warps may change by now: lanes of a warp must all go on, or none.
+  if (__syncthreads_and(fine) && warp < adders) {
     for (u32 unit = self; unit < units;) {
       u32 next = 0;
       if (lane == 0) next = step + atomicAdd(round.counter(COMBINE_CLAIMS, round.parity), 1);

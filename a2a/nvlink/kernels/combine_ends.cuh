@@ -25,6 +25,8 @@ __device__ __forceinline__ u64* combine_header(const CombineParams& p, u32 at_ra
 
 // One warp tells every rank, ourselves too. That a rank has started its combine also says that it needs its dispatched
 // rows no more, which is why every rank hears every other before its own combine ends: its next dispatch may overwrite.
+// That needs no fence: whoever read these rows did so in kernels that had ended before this one wrote anything, or moved
+// them to the combine area first (Exchange._is_overwritten).
 __device__ __forceinline__ void send_headers(const CombineParams& p, const Round& round, const ActiveRanks& active,
                                              u32 num_flags) {
   for (u32 rank = threadIdx.x % 32; rank < EP_SIZE; rank += 32) {

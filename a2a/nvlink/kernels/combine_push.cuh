@@ -66,12 +66,13 @@ __device__ __forceinline__ void combine_push(const CombineParams& p) {
   }
   // Every CTA waits for all ranks: a rank that has begun needs what it was dispatched no more. And a row that does not
   // come is then its sender's fault, not that of a third rank for which the sender waits.
-  for (u32 rank = warp; rank < EP_SIZE; rank += blockDim.x / 32) {
+  bool fine = true;
+  for (u32 rank = warp; fine && rank < EP_SIZE; rank += blockDim.x / 32) {
     u32 num_flags;
-    if (active.has(rank)) check_header(p, round, rank, num_flags);
+    if (active.has(rank)) fine = check_header(p, round, rank, num_flags);
   }
-  __syncthreads();
-  bool fine = verdict == VERDICT_FINE;
+  // Not asked of the verdict, which other warps may change by now: lanes of a warp must all go on, or none.
+  fine = __syncthreads_and(fine);
   if (fine && warp < p.push_warps && EP_SIZE > 1) {
     const u32 units = (EP_SIZE - 1) * p.runtime_max_tokens_per_rank * p.segments;
     for (u32 unit = self; unit < units;) {

@@ -26,7 +26,7 @@ Written by `python tests/gpu/results/summary.py --readme` from the files beside 
 wrote, but for the path behind its `--json`. Microseconds per round of the slowest rank, median over rounds; every row
 was compared bit by bit before it was timed and after. In a graph the pair is timed whole; its phases in a graph of
 their own, with events between them, which keep kernels apart that otherwise overlap; "alone in a graph" is a graph of
-dispatches and nothing else. Physical GB/s count what leaves a
+dispatches and nothing else, in contexts of their own. Physical GB/s count what leaves a
 rank. "of a copy" is the time of plain copies of the same bytes between the GPUs, taken in the same run, as a share of
 a2a's.
 

@@ -13,6 +13,7 @@ struct Cta {
   std::vector<Warp> warps;
   ucontext_t scheduler;
   unsigned arrived = 0, generation = 0;
+  bool agreed = true;
   std::function<void()> body;
 };
 
@@ -35,6 +36,16 @@ void barrier() {
     ++cta->generation;
   }
   while (cta->generation == generation) yield();
+}
+
+bool barrier_and(bool value) {
+  if (!value) cta->agreed = false;
+  barrier();
+  const bool agreed = cta->agreed;
+  // All have read it before it is used again.
+  barrier();
+  cta->agreed = true;
+  return agreed;
 }
 
 const uint64_t* exchange(uint64_t value) {

@@ -54,6 +54,7 @@ extern thread_local Index block_index, block_size, grid_size;
 void yield();
 void linger();  // behind a load that may end a wait: other lanes' turn, and now and then a pause; see set_pauses
 void barrier();
+bool barrier_and(bool value);
 const uint64_t* exchange(uint64_t value);  // one value per lane, once all lanes of the warp have come
 
 inline uint64_t load(const void* from) { return __atomic_load_n(static_cast<const uint64_t*>(from), __ATOMIC_ACQUIRE); }
@@ -110,6 +111,7 @@ inline unsigned to_bf16(float value) {
 #define gridDim (emulated::grid_size)
 
 inline void __syncthreads() { emulated::barrier(); }
+inline int __syncthreads_and(int predicate) { return emulated::barrier_and(predicate); }
 inline void __syncwarp() { emulated::exchange(0); }
 
 template <class T>
