@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from a2a.bench.implementation import Implementation, difference, tensor_difference
+from a2a.bench.implementation import Dispatches, Implementation, Received, difference, tensor_difference
 from a2a.bench.timing import Stamps
 
 _EVENTS = 3
@@ -161,9 +161,17 @@ def _time_dispatches(each: Implementation, replays: int, barrier: Callable[[], N
     barrier()
     wanted = each.received()
     each.combine()
-    alone = each.dispatches(_DISPATCHES)
-    if alone is None:
-        return [], ""
+    with each.dispatches(_DISPATCHES) as alone:
+        if alone is None:
+            return [], ""
+        took, reason = _replay_dispatches(alone, replays, barrier, wanted)
+        barrier()
+    return took, reason and f"dispatches alone: {reason}"
+
+
+def _replay_dispatches(
+    alone: Dispatches, replays: int, barrier: Callable[[], None], wanted: Received
+) -> tuple[list[float], str]:
     sends, ends = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     behind_first, behind_last = _event(external=True), _event(external=True)
     barrier()
@@ -188,9 +196,7 @@ def _time_dispatches(each: Implementation, replays: int, barrier: Callable[[], N
             barrier()
             reason = difference(alone.received(), wanted)
         ends.replay()
-    barrier()
-    alone.close()
-    return took, reason and f"dispatches alone: {reason}"
+    return took, reason
 
 
 def replay_s(graph: torch.cuda.CUDAGraph, barrier: Callable[[], None]) -> float:

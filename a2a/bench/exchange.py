@@ -5,6 +5,8 @@ Owns how the bench drives `MoeAlltoAll`. Refuses to know what is behind it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -103,13 +105,12 @@ class Exchange(Implementation):
             num_sms=case.num_sms,
         )
 
-    def dispatches(self, count: int) -> ContextDispatches | None:
-        moe = build(self._case, self._comm, "bench-dispatches", count)
-        if moe.regime(self._most) != self.regime:
+    @contextlib.contextmanager
+    def dispatches(self, count: int) -> Iterator[ContextDispatches | None]:
+        with build(self._case, self._comm, "bench-dispatches", count) as moe:
             # Contexts share what memory there is for landing areas, and so few tokens may be many for them.
-            moe.close()
-            return None
-        return ContextDispatches(self._case, moe, self._rows)
+            same = moe.regime(self._most) == self.regime
+            yield ContextDispatches(self._case, moe, self._rows) if same else None
 
     def close(self) -> None:
         self._moe.close()
@@ -131,12 +132,12 @@ class ContextDispatches:
 
     def __init__(self, case: Case, moe: MoeAlltoAll, rows: Tensor) -> None:
         self._case, self._moe, self._rows = case, moe, rows
-        self._last: Dispatched | None = None
+        self._sent: dict[int, Dispatched] = {}
         self._output = torch.zeros(case.num_tokens, case.hidden_size, dtype=case.row_dtype, device=case.device)
 
     def dispatch(self, index: int) -> None:
         case = self._case
-        self._last = self._moe.contexts[index].dispatch_tokens(
+        self._sent[index] = self._moe.contexts[index].dispatch_tokens(
             self._rows,
             case.topk_ids,
             case.topk_weights,
@@ -150,11 +151,7 @@ class ContextDispatches:
         context.combine(area, case.max_tokens, payload_in_workspace=True, output=self._output, num_sms=case.num_sms)
 
     def received(self) -> Received:
-        assert self._last is not None
-        return received(self._case, self._last)
-
-    def close(self) -> None:
-        self._moe.close()
+        return received(self._case, self._sent[max(self._sent)])
 
 
 def received(case: Case, got: Dispatched) -> Received:

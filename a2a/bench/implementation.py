@@ -7,9 +7,10 @@ any of them moves rows, and how long it takes.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Final, Protocol
 
 import torch
@@ -167,9 +168,6 @@ class Dispatches(Protocol):
     def received(self) -> Received:
         """What the last dispatch brought, before its combine."""
 
-    def close(self) -> None:
-        """Free what they took; collective."""
-
 
 class Implementation(abc.ABC):
     """One way to exchange the rows of a case. Buffers are allocated on construction, which is collective.
@@ -229,9 +227,10 @@ class Implementation(abc.ABC):
     def combine(self) -> Tensor:
         """Return the sum over ranks of each token's expert rows, `[n, H]`."""
 
-    def dispatches(self, count: int) -> Dispatches | None:
+    @contextlib.contextmanager
+    def dispatches(self, count: int) -> Iterator[Dispatches | None]:
         """`count` dispatches to be timed by themselves, or None where they would take another way. Collective."""
-        return _Repeated(self)
+        yield _Repeated(self)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -250,9 +249,6 @@ class _Repeated:
 
     def combine(self, index: int) -> None:
         self._each.combine()
-
-    def close(self) -> None:
-        """It took nothing."""
 
 
 def random_rows(case: Case, rank: int, seed: int) -> Tensor:

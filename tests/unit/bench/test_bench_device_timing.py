@@ -98,13 +98,14 @@ class Watched(Exchange):
         self._device.do("combine", super().combine)
         return self._output
 
-    def dispatches(self, count: int) -> Any:
-        made = super().dispatches(count)
-        if made is not None:
-            send, end, device = made.dispatch, made.combine, self._device
-            made.dispatch = lambda index: device.do("dispatch", lambda: send(index))  # type: ignore[method-assign]
-            made.combine = lambda index: device.do("combine", lambda: end(index))  # type: ignore[method-assign]
-        return made
+    @contextlib.contextmanager
+    def dispatches(self, count: int) -> Iterator[Any]:
+        with super().dispatches(count) as made:
+            if made is not None:
+                send, end, device = made.dispatch, made.combine, self._device
+                made.dispatch = lambda index: device.do("dispatch", lambda: send(index))  # type: ignore[method-assign]
+                made.combine = lambda index: device.do("combine", lambda: end(index))  # type: ignore[method-assign]
+            yield made
 
 
 def case_of(row_order: str, format_name: str, num_tokens: int) -> Case:
@@ -156,10 +157,11 @@ def test_dispatches_that_bring_something_else_are_told(device: Device, monkeypat
         each.load(random_rows(each._case, 0, 1))
         dispatches = each.dispatches
 
-        def other_rows(count: int) -> Any:
-            made = dispatches(count)
-            made._rows = made._rows + 1
-            return made
+        @contextlib.contextmanager
+        def other_rows(count: int) -> Iterator[Any]:
+            with dispatches(count) as made:
+                made._rows = made._rows + 1
+                yield made
 
         monkeypatch.setattr(each, "dispatches", other_rows)
         found, reason = device_timing._time_dispatches(each, 2, lambda: None)
