@@ -151,6 +151,25 @@ def test_replays_of_rounds_and_of_dispatches(device: Device, row_order: str, for
     assert last.count("combine") == device_timing._DISPATCHES and last.count("dispatch") == 0
 
 
+def test_eager_rounds_have_events_of_their_own_and_a_wall(device: Device) -> None:
+    each = Watched(case_of("token", "bf16", 5), device)
+    counted: list[None] = []
+    try:
+        each.load(random_rows(each._case, 0, 1))
+        stamps, wall = device_timing.time_eager_rounds(
+            [each], 6, lambda: device.log.append("barrier"), lambda: counted.append(None)
+        )
+    finally:
+        each.close()
+    assert stamps["a2a"].shape == (6, 3) and len(counted) == 6 and wall["a2a"] > 0
+    # In dispatches: one lies between the first two events of a round, and each round is behind the one before.
+    assert np.allclose(np.diff(stamps["a2a"], axis=1) * 1e3, [1.0, 0.0])
+    assert np.allclose(stamps["a2a"][:, 0] * 1e3, np.arange(6))
+    # What the wall counts has no events in it.
+    behind = device.log[len(device.log) - device.log[::-1].index("barrier") :]
+    assert behind == ["dispatch", "combine"] * 6 + ["synchronize"]
+
+
 def test_dispatches_that_bring_something_else_are_told(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     each = Watched(case_of("compact", "bf16", 4), device)
     try:
