@@ -26,7 +26,7 @@ from a2a.agreement import (
     placement_table,
     union,
 )
-from a2a.arguments import Arguments, Tokens, describe, look
+from a2a.arguments import Arguments, Tokens, describe, is_plain, look
 from a2a.comm import resolve
 from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
@@ -831,7 +831,7 @@ class RoundContext:
         words = -(-self.ep_size // 64)
         mine = self.rank_mask
         if (
-            not isinstance(mask, Tensor)
+            not is_plain(mask)
             or mask.dtype != torch.uint64
             or tuple(mask.shape) != (words,)
             or mask.is_cuda

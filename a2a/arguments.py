@@ -7,7 +7,7 @@ either gives back what the round needs or raises, with the facts, before anythin
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ _PLAIN: Final = frozenset([bool, int, float, str, torch.dtype])
 
 SUM_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What can be summed, and quantised from."""
+
+
+def _is_conj_or_neg(tensor: Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+_LAZY: Final = {
+    **dict.fromkeys((torch.half, torch.float, torch.double), Tensor.is_neg),
+    **dict.fromkeys((torch.chalf, torch.cfloat, torch.cdouble), _is_conj_or_neg),
+}
+"""Where torch may put off a negation or conjugation, so that the values are not those in memory: whether it has."""
 
 _E8M0: Final = getattr(torch, "float8_e8m0fnu", None)
 _NEUTRAL_E8M0: Final = 127
@@ -68,7 +79,7 @@ class Arguments:
         """int32 or int64 `[n, k]`, `k` up to the object's top_k."""
         config = self.config
         fits = (
-            isinstance(ids, Tensor)
+            is_plain(ids)
             and ids.dim() == 2
             and ids.dtype in (torch.int32, torch.int64)
             and 1 <= ids.shape[1] <= config.top_k
@@ -121,7 +132,7 @@ class Arguments:
         """A contiguous 2-D tensor on the device; None in `shape` and `dtype` stands for any."""
         device = self.device
         fits = (
-            isinstance(tensor, Tensor)
+            is_plain(tensor)
             and tensor.dim() == 2
             and tensor.shape[0] == shape[0]
             and shape[1] in (None, tensor.shape[1])
@@ -152,7 +163,7 @@ class Arguments:
             )
         device = self.device
         fits = (
-            isinstance(stats, Tensor)
+            is_plain(stats)
             and tuple(stats.shape) == (wanted,)
             and stats.dtype == torch.int32
             and stats.is_contiguous()
@@ -242,7 +253,7 @@ class Arguments:
                     what="global_scale", got="a tensor", wanted=f"None, since {wire.name} has none", rank=self.rank
                 )
             fits = (
-                isinstance(global_scale, Tensor)
+                is_plain(global_scale)
                 and global_scale.numel() == 1
                 and global_scale.dtype == torch.float32
                 and global_scale.device == self.device
@@ -344,7 +355,7 @@ class Arguments:
         ep, most = self.config.ep_size, runtime_max_tokens_per_rank
         allowed = (*SUM_DTYPES, torch.float8_e4m3fn) if low_precision else SUM_DTYPES
         fits = (
-            isinstance(payload, Tensor)
+            is_plain(payload)
             and payload.dtype in allowed
             and payload.is_contiguous()
             and payload.device == self.device
@@ -382,7 +393,7 @@ class Arguments:
         """How the output is made, its columns and its dtype."""
         self.check_layout("sf_layout", sf_layout)
         scalar = output_scalar_scale
-        if not (isinstance(scalar, int | float) or (isinstance(scalar, Tensor) and scalar.numel() == 1)):
+        if not (isinstance(scalar, int | float) or (is_plain(scalar) and scalar.numel() == 1)):
             raise ShapeError(
                 what="output_scalar_scale",
                 got=describe(scalar),
@@ -413,7 +424,7 @@ class Arguments:
                 wanted="float16, bfloat16, float32, float8_e4m3fn (mxfp8) or uint8 (nvfp4, mxfp4)",
                 rank=self.rank,
             )
-        scales_dtype = output_scales.dtype if isinstance(output_scales, Tensor) else None
+        scales_dtype = output_scales.dtype if is_plain(output_scales) else None
         name = {
             (True, torch.uint8): "mxfp8",
             (True, _E8M0): "mxfp8",
@@ -456,31 +467,72 @@ def look(*arguments: Any) -> tuple[Hashable, ...] | None:
     """All that a check asks of arguments, the contents of tensors apart; None where one is like nothing else.
 
     Arguments that look the same pass the same checks: a tensor is its shape, dtype, device and contiguity, a plain
-    value its type and itself (1 is not True is not 1.0).
+    value its type and itself (1 is not True is not 1.0). Tensors that are not in memory as they are look like nothing.
     """
     # One flat list, as making and hashing a tuple for each costs more than what is in it. The first entry of an
     # argument (None, a shape or a type) says how many it has, so that other arguments never make this list.
     seen: list[Any] = []
-    for each in arguments:
-        if each is None:
-            seen.append(None)
-            continue
-        kind = type(each)
-        if kind is Tensor or kind is Parameter:
-            seen += (each.shape, each.dtype, each.device, each.is_contiguous())
-        elif kind is ScaleLayout:
-            # There is one of each, and an enumeration's own hash is Python.
-            seen += (kind, id(each))
-        elif kind in _PLAIN:
-            seen += (kind, each)
-        else:
-            return None
+    try:
+        for each in arguments:
+            if each is None:
+                seen.append(None)
+                continue
+            kind = type(each)
+            if kind is Tensor or kind is Parameter:
+                dtype = each.dtype
+                lazy = _LAZY.get(dtype)
+                if (not each.data_ptr() and each.numel()) or (lazy is not None and lazy(each)):
+                    return None
+                seen += (each.shape, dtype, each.device, each.is_contiguous())
+            elif kind is ScaleLayout:
+                # There is one of each, and an enumeration's own hash is Python.
+                seen += (kind, id(each))
+            elif kind in _PLAIN:
+                seen += (kind, each)
+            else:
+                return None
+    except RuntimeError:
+        # No memory, or no shape.
+        return None
     return tuple(seen)
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor whose elements lie in memory, as they are and where its strides say."""
+    return isinstance(value, Tensor) and not _oddity(value)
 
 
 def describe(value: object) -> str:
     """A tensor in words for an error; anything else as it prints."""
-    if isinstance(value, Tensor):
-        kind = "" if value.is_contiguous() else "non-contiguous "
-        return f"a {kind}{value.dtype} tensor {list(value.shape)} on {value.device}"
-    return repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    kind = _oddity(value)
+    if value.is_nested:
+        return f"a {kind} {value.dtype} tensor on {value.device}"
+    if not kind and not value.is_contiguous():
+        kind = "non-contiguous"
+    return f"a {kind}{' ' if kind else ''}{value.dtype} tensor {list(value.shape)} on {value.device}"
+
+
+def _oddity(tensor: Tensor) -> str:
+    """Why the bytes in memory are not the elements of a tensor; empty where they are."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.").removeprefix("_")
+    if tensor.is_quantized:
+        return "quantized"
+    if _is_conj_or_neg(tensor):
+        return "lazily negated or conjugated"
+    # Fake tensors, those of a collective still under way, those whose memory was given back.
+    if tensor.numel() and not _address(tensor):
+        return "memoryless"
+    return ""
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        # Of the kinds of tensors that torch wraps, such as those that it differentiates as functions.
+        return 0

@@ -187,7 +187,13 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    try:
+        return repr(value)
+    except Exception:
+        # What cannot be printed may be what the error is about.
+        return object.__repr__(value)
 
 
 def _sentence(rank: int | None, what: str, change: str) -> str:
