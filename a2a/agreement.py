@@ -61,9 +61,7 @@ def union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
     return dataclasses.replace(config, **changes)
 
 
-def agree(
-    comm: Comm, config: ExchangeConfig | None, problem: A2AError | None, more: dict[str, Any]
-) -> ExchangeConfig:
+def agree(comm: Comm, config: ExchangeConfig | None, problem: A2AError | None, more: dict[str, Any]) -> ExchangeConfig:
     """Compare what forms an address on all ranks, before memory is taken."""
     facts = gather(comm, None if config is None else {**config.facts(), **more}, problem)
     differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]

@@ -529,7 +529,7 @@ class RoundContext:
 
     @property
     def state(self) -> str:
-        """"idle", "dispatched", "released" or "closed"."""
+        """One of "idle", "dispatched", "released" and "closed"."""
         if self._shared.closed or self._shared.released:
             return _CLOSED if self._shared.closed else _RELEASED
         return self._state
@@ -830,12 +830,7 @@ class RoundContext:
     def _set_mask(self, mask: Tensor, stream: Any) -> None:
         words = -(-self.ep_size // 64)
         mine = self.rank_mask
-        if (
-            not is_plain(mask)
-            or mask.dtype != torch.uint64
-            or tuple(mask.shape) != (words,)
-            or mask.is_cuda
-        ):
+        if not is_plain(mask) or mask.dtype != torch.uint64 or tuple(mask.shape) != (words,) or mask.is_cuda:
             raise ShapeError(
                 what="active_rank_mask",
                 got=describe(mask),

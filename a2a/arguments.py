@@ -90,8 +90,7 @@ class Arguments:
             raise ShapeError(
                 what="token_selected_experts",
                 got=describe(ids),
-                wanted=f"a contiguous int32 or int64 tensor [n, k], 1 <= k <= top_k = {config.top_k}, "
-                f"on {self.device}",
+                wanted=f"a contiguous int32 or int64 tensor [n, k], 1 <= k <= top_k = {config.top_k}, on {self.device}",
                 rank=self.rank,
             )
         return ids
@@ -126,9 +125,7 @@ class Arguments:
                 rank=self.rank,
             )
 
-    def check_matrix(
-        self, what: str, tensor: Tensor, shape: tuple[int, int | None], dtype: torch.dtype | None
-    ) -> None:
+    def check_matrix(self, what: str, tensor: Tensor, shape: tuple[int, int | None], dtype: torch.dtype | None) -> None:
         """A contiguous 2-D tensor on the device; None in `shape` and `dtype` stands for any."""
         device = self.device
         fits = (
@@ -176,7 +173,6 @@ class Arguments:
                 wanted=f"a contiguous int32 tensor [{wanted}] on {device}",
                 rank=self.rank,
             )
-
 
     def fill_byte(self, dtype: torch.dtype) -> int | None:
         """The byte that padded rows of a payload are made of; None where they are left alone."""
@@ -380,7 +376,6 @@ class Arguments:
         strides = (most * width, width, 1)
         return payload if payload.stride() == strides else payload.as_strided((ep, most, width), strides)
 
-
     def output(
         self,
         output_dtype: torch.dtype | None,
@@ -442,9 +437,7 @@ class Arguments:
         wire = wire_format(name)
         reasons = wire.check(width, 0)
         if reasons:
-            raise ShapeError(
-                what=f"{name} output", got=f"rows of {width}", wanted="; ".join(reasons), rank=self.rank
-            )
+            raise ShapeError(what=f"{name} output", got=f"rows of {width}", wanted="; ".join(reasons), rank=self.rank)
         if scalar_given and not wire.needs_global_scale:
             raise ConfigError(
                 what="output_scalar_scale",

@@ -262,9 +262,7 @@ def choose(requested: str, config: ExchangeConfig, comm: Comm) -> Choice:
     refused: list[str] = []
     for name in names:
         mine = transport_class(name).reasons(config, comm)
-        theirs = [
-            f"{reason} (rank {rank})" for rank, reasons in enumerate(comm.allgather(mine)) for reason in reasons
-        ]
+        theirs = [f"{reason} (rank {rank})" for rank, reasons in enumerate(comm.allgather(mine)) for reason in reasons]
         if not theirs:
             why.append(f"{name}: chosen, " + ("asked for by name" if requested != "auto" else "all ranks can serve it"))
             return Choice(name, tuple(why))

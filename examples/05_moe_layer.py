@@ -45,8 +45,8 @@ def main(preset_name: str) -> None:
         assert not wanted.misses(output).any()
         if moe.ep_rank == 0:
             single = (wanted.low == wanted.high).double().mean().item()
-            print(f"{preset.name}: {preset.num_experts} experts on {moe.ep_size} ranks, top {preset.top_k}, "
-                  f"rows of {hidden} as {preset.wire_format}")
+            print(f"{preset.name}: {preset.num_experts} experts on {moe.ep_size} ranks, top {preset.top_k}")
+            print(f"rows of {hidden} as {preset.wire_format}")
             print(f"rank 0 sent {moe.send_counts.tolist()} rows to ranks 0, 1, ... for its {tokens.shape[0]} tokens")
             print(f"output equals the dense layer; for {single:.0%} of its elements a single value was right")
 

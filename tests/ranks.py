@@ -60,8 +60,9 @@ class Ranks:
         self, body: Callable[..., Any], num_ranks: int | None = None, *args: Any, timeout_s: float = TIMEOUT_S
     ) -> list[Any]:
         if not self.in_job:
-            return spawn.run(_with_comm, num_ranks or DEFAULT_RANKS, (body, args, timeout_s), timeout_s=timeout_s,
-                             preload=PRELOAD)
+            return spawn.run(
+                _with_comm, num_ranks or DEFAULT_RANKS, (body, args, timeout_s), timeout_s=timeout_s, preload=PRELOAD
+            )
         job = self._job()
         if num_ranks not in (None, job.Get_size()):
             pytest.skip(f"needs {num_ranks} ranks and the job has {job.Get_size()}")
@@ -81,8 +82,16 @@ class Ranks:
         """Outcomes in the order in which the ranks ended."""
         if self.in_job:
             pytest.skip("starts and ends its own ranks: runs under plain pytest")
-        return spawn.outcomes(_with_comm, num_ranks or DEFAULT_RANKS, (body, args, timeout_s), timeout_s=timeout_s,
-                              grace_s=grace_s, on_start=on_start, on_line=on_line, preload=PRELOAD)
+        return spawn.outcomes(
+            _with_comm,
+            num_ranks or DEFAULT_RANKS,
+            (body, args, timeout_s),
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            on_start=on_start,
+            on_line=on_line,
+            preload=PRELOAD,
+        )
 
     def _job(self) -> Comm:
         if self._comm is None:

@@ -430,9 +430,7 @@ def host_identity() -> str:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _connect(
-    comm: Comm, deadline: float, timeout_s: float, family: str | None
-) -> tuple[str, dict[int, socket.socket]]:
+def _connect(comm: Comm, deadline: float, timeout_s: float, family: str | None) -> tuple[str, dict[int, socket.socket]]:
     rank, size = comm.Get_rank(), comm.Get_size()
     if size == 1:
         return family or "unix", {}

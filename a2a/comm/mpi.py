@@ -139,7 +139,9 @@ def _mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, its MPI library is not
         raise Unsupported(
             transport="mpi",
-            reasons=[f"this process was started by an MPI launcher and mpi4py cannot be loaded ({error})",
-                     "install the extra: pip install 'a2a[mpi]'"],
+            reasons=[
+                f"this process was started by an MPI launcher and mpi4py cannot be loaded ({error})",
+                "install the extra: pip install 'a2a[mpi]'",
+            ],
         ) from error
     return MPI

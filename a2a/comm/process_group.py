@@ -34,8 +34,11 @@ class GroupComm:
         self._rank = group.rank()
         self._size = group.size()
         if not 0 <= self._rank < self._size:
-            raise ConfigError(what="comm", got=f"a process group in which this process is rank {self._rank}",
-                              wanted="a process group this process belongs to")
+            raise ConfigError(
+                what="comm",
+                got=f"a process group in which this process is rank {self._rank}",
+                wanted="a process group this process belongs to",
+            )
         self._device = _device(group)
 
     def Get_rank(self) -> int:

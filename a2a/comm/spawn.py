@@ -389,7 +389,11 @@ def _first_failure(failed: list[Outcome], timeout_s: float) -> BaseException:
     if first.stopped:
         late = ", ".join(str(outcome.rank) for outcome in failed if outcome.stopped)
         return PeerTimeout(
-            rank=first.rank, peer=first.rank, phase=_PHASE, round=0, waited_s=timeout_s,
+            rank=first.rank,
+            peer=first.rank,
+            phase=_PHASE,
+            round=0,
+            waited_s=timeout_s,
             change=f"ranks that had not ended: {late}; look at what they do, or raise timeout_s",
         )
     lost = PeerLost(rank=first.rank, peer=first.rank, phase=_PHASE, round=0)

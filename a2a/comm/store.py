@@ -249,7 +249,8 @@ def _agree(store: Store | LocalStore, root: str, rank: int, size: int, deadline:
     session, keeper_size = pickle.loads(store.get(key))
     if keeper_size != size:
         raise MismatchError(
-            what="the number of ranks the launcher started", values={0: keeper_size, rank: size},
+            what="the number of ranks the launcher started",
+            values={0: keeper_size, rank: size},
             change="set the same size variable on every rank",
         )
     return session, key
@@ -258,12 +259,21 @@ def _agree(store: Store | LocalStore, root: str, rank: int, size: int, deadline:
 def _serve(port: int, timeout_s: float, rank: int) -> TCPStore:
     try:
         # multi_tenant: a process group that this process makes at the same port shares the server.
-        return TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=port != 0,
-                             timeout=datetime.timedelta(seconds=timeout_s))
+        return TCPStore(
+            "localhost",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=port != 0,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
     except _BROKEN as error:
         raise ConfigError(
-            what="MASTER_PORT", got=port, wanted="a port on which rank 0 can listen",
-            change=f"choose another ({str(error).splitlines()[0]})", rank=rank,
+            what="MASTER_PORT",
+            got=port,
+            wanted="a port on which rank 0 can listen",
+            change=f"choose another ({str(error).splitlines()[0]})",
+            rank=rank,
         ) from error
 
 
@@ -276,8 +286,13 @@ def _connect(address: str, port: int, deadline: Deadline, rank: int) -> TCPStore
         try:
             with socket.create_connection((address, port), timeout=max(0.05, deadline.left_s())):
                 pass
-            return TCPStore(address, port, is_master=False, wait_for_workers=False,
-                                 timeout=datetime.timedelta(seconds=max(1.0, deadline.left_s())))
+            return TCPStore(
+                address,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=max(1.0, deadline.left_s())),
+            )
         except (OSError, DistError) as error:
             if not deadline.pause():
                 raise deadline.expired(

@@ -52,9 +52,7 @@ class Loops(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write_rows(
-        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
-    ) -> None:
+    def write_rows(self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         """Copy every row to its slot at every rank that it goes to.
 
         Args:

@@ -52,9 +52,7 @@ class TorchLoops(Loops):
     def write_counts(self, counts: Tensor, active: Tensor, there: Tensor) -> None:
         there[active != 0] = counts[active != 0]
 
-    def write_rows(
-        self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int
-    ) -> None:
+    def write_rows(self, rows: Tensor, row_bytes: int, slots: Tensor, memory: Tensor, start: int, stride: int) -> None:
         num_tokens = rows.shape[0]
         # No rows, or rows of one element, count as contiguous with any stride; a view of another element size does not
         # accept that.

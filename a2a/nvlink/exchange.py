@@ -157,7 +157,7 @@ class Exchange:
         self._load(wires, config.top_k, combine=True)
 
     def regime(self, runtime_max_tokens_per_rank: int) -> str:
-        """ "small": rows and flags travel as one, by way of a landing area; "bulk": rows straight to their place, or
+        """Either "small": rows and flags travel as one, by a landing area; "bulk": rows straight to their place, or
         read where they lie; "push": combine rows sent to their tokens' ranks.
 
         Of rows as wide as the configuration's; "small, bulk" where dispatch and combine differ.

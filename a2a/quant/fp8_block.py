@@ -70,9 +70,7 @@ def _dequantize(
     return out
 
 
-def _checked(
-    data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype, block: int
-) -> tuple[int, int]:
+def _checked(data: Tensor, scales: Tensor, hidden_size: int | None, dtype: torch.dtype, block: int) -> tuple[int, int]:
     """Columns to return and number of blocks, or an error."""
     check_rows("data", data, e4m3.STORED)
     _check_block(block)
@@ -102,9 +100,7 @@ def _dequantize_fake(
     return data.new_empty((data.shape[0], columns), dtype=dtype)
 
 
-_QUANTIZE = register(
-    f"quantize_fp8_block(Tensor x, int block={BLOCK}) -> (Tensor, Tensor)", _quantize, _quantize_fake
-)
+_QUANTIZE = register(f"quantize_fp8_block(Tensor x, int block={BLOCK}) -> (Tensor, Tensor)", _quantize, _quantize_fake)
 _DEQUANTIZE = register(
     "dequantize_fp8_block(Tensor data, Tensor scales, SymInt? hidden_size=None, ScalarType dtype=float, "
     f"int block={BLOCK}) -> Tensor",

@@ -222,8 +222,7 @@ def low_precision(comm: Comm, transport: str, hidden: int, row_order: str) -> No
         ids = [each[1] for each in drawn]
         for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
             payloads = [
-                torch.randn((ep, MOST, hidden), generator=torch.Generator().manual_seed(r)).to(dtype)
-                for r in range(ep)
+                torch.randn((ep, MOST, hidden), generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(ep)
             ]
             wanted = reference.combine(ids, payloads, moe.placement, row_order=row_order, low_precision=True)[rank]
             for in_workspace in (True, False):

@@ -32,9 +32,7 @@ def _masked_round(moe: a2a.MoeAlltoAll, case: Case, seed: int, active: list[int]
     rows = [ids if each is mine.topk_ids else each.to(device) for each in mine.payloads]
     if not by_argument:
         moe.rank_mask.copy_(mask)
-    views = moe.dispatch(
-        ids, rows, most, None, 1, active_rank_mask=mask if by_argument else None
-    )
+    views = moe.dispatch(ids, rows, most, None, 1, active_rank_mask=mask if by_argument else None)
     assert_receipt(receipts[rank], views)
     assert_equal("recv_counts", moe.recv_counts, receipts[rank].recv_counts)
     assert_equal("send_counts", moe.send_counts, receipts[rank].send_counts)

@@ -145,9 +145,7 @@ def refused_everywhere(comm: Comm, transport: str, verb: str, wire_format: str |
     return stories
 
 
-@pytest.mark.parametrize(
-    ("verb", "wire_format"), [("dispatch", None), ("dispatch_tokens", "nvfp4"), ("combine", None)]
-)
+@pytest.mark.parametrize(("verb", "wire_format"), [("dispatch", None), ("dispatch_tokens", "nvfp4"), ("combine", None)])
 def test_odd_tensors_are_refused_on_every_rank(
     run_ranks: Ranks, waiting_transport: str, verb: str, wire_format: str | None
 ) -> None:

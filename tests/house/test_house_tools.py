@@ -141,7 +141,7 @@ def mypy(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ruff(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ruff", "check", *arguments], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run([sys.executable, "-m", "ruff", *arguments], capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.timeout(600)
@@ -151,8 +151,9 @@ def test_types() -> None:
 
 
 def test_style() -> None:
-    ended = ruff("--no-cache", ".")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for command in (("check",), ("format", "--check")):
+        ended = ruff(*command, "--no-cache", ".")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_checkers_find_something(tmp_path: Path) -> None:
@@ -160,5 +161,9 @@ def test_the_checkers_find_something(tmp_path: Path) -> None:
     wrong.write_text("import os\n\n\ndef f(a):\n    return a + 1\n")
     found = mypy("--cache-dir", str(tmp_path / "cache"), str(wrong))
     assert found.returncode == 1 and "missing a type annotation" in found.stdout, found.stdout
-    found = ruff("--no-cache", "--config", str(ROOT / "pyproject.toml"), str(wrong))
+    config = ("--no-cache", "--config", str(ROOT / "pyproject.toml"), str(wrong))
+    found = ruff("check", *config)
     assert found.returncode == 1 and "F401" in found.stdout, found.stdout
+    wrong.write_text("x  = 1\n")
+    found = ruff("format", "--check", *config)
+    assert found.returncode == 1 and "wrong.py" in found.stdout, found.stdout

@@ -111,7 +111,7 @@ class FlashInfer(Implementation):
 
 
 def _interface() -> str:
-    """ "class" where the historical class exists, else "moe_ep".
+    """The name "class" where the historical class exists, else "moe_ep".
 
     Raises:
         ImportError: neither does.

@@ -13,9 +13,21 @@ from a2a.errors import ConfigError
 from a2a.quant import wire_format
 
 WANTED = [
-    "deepseek-v2", "deepseek-v3", "deepseek-v4-flash", "deepseek-v4-pro", "glm-4.5",
-    "gpt-oss-120b", "kimi-k2", "minimax-m2", "mixtral-8x7b", "nemotron-3-super",
-    "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3.5-397b-a17b",
+    "deepseek-v2",
+    "deepseek-v3",
+    "deepseek-v4-flash",
+    "deepseek-v4-pro",
+    "glm-4.5",
+    "gpt-oss-120b",
+    "kimi-k2",
+    "minimax-m2",
+    "mixtral-8x7b",
+    "nemotron-3-super",
+    "olmoe-1b-7b",
+    "qwen1.5-moe-a2.7b",
+    "qwen3-235b-a22b",
+    "qwen3-30b-a3b",
+    "qwen3.5-397b-a17b",
 ]
 
 

@@ -37,7 +37,6 @@ def test_on_one_clock_a_round_starts_with_its_first_rank() -> None:
 
 
 class _Logged(Implementation):
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name  # type: ignore[misc]
         self._log = log

@@ -10,17 +10,30 @@ from a2a.errors import ConfigError
 
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True", **MASTER,
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    **MASTER,
 }
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 SLURM = {
-    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
 }
 SLURM_AGENTS = {**SLURM, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
@@ -35,10 +48,16 @@ RANK_5_OF_8 = {
     "MPICH without local ranks": ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "mpich", None, None),
     "Slurm": ({**SLURM, **MASTER}, "slurm", 1, None),
     "Slurm, variables handed on without the step": (
-        {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", **MASTER}, "slurm", 1, None,
+        {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", **MASTER},
+        "slurm",
+        1,
+        None,
     ),
     "a Slurm step smaller than its allocation": (
-        {**SLURM, "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", **MASTER}, "slurm", 1, None,
+        {**SLURM, "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", **MASTER},
+        "slurm",
+        1,
+        None,
     ),
     "Kubernetes": (KUBERNETES, "kubernetes", None, None),
     "Kubernetes operator that sets RANK": ({"JOB_COMPLETION_INDEX": "3", **TORCHRUN}, "torchrun", 1, 4),
@@ -47,11 +66,16 @@ RANK_5_OF_8 = {
     "torchrun, one agent per MPI rank": ({**TORCHRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, "torchrun", 1, 4),
     "torchrun that says only its local size": (
         {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER, **SLURM_AGENTS},
-        "torchrun", 1, 4,
+        "torchrun",
+        1,
+        4,
     ),
     "srun of a script that exports RANK": ({"RANK": "5", "WORLD_SIZE": "8", **MASTER, **SLURM}, "torchrun", 1, None),
     "mpirun of a script that exports RANK": (
-        {"RANK": "5", "WORLD_SIZE": "8", **MASTER, **OPEN_MPI}, "torchrun", 1, 4,
+        {"RANK": "5", "WORLD_SIZE": "8", **MASTER, **OPEN_MPI},
+        "torchrun",
+        1,
+        4,
     ),
     "srun of an MPI program": ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}, "mpich", 1, None),
     "srun of an MPI program over PMIx": ({**SLURM, "PMIX_RANK": "5"}, "pmix", 1, None),
@@ -60,7 +84,10 @@ RANK_5_OF_8 = {
     "mpirun whose daemons are Slurm tasks": ({**SLURM_AGENTS, **MPICH}, "mpich", 1, 4),
     "Slurm and an exported WORLD_SIZE": ({**SLURM, **MASTER, "WORLD_SIZE": "8"}, "slurm", 1, None),
     "empty values count as unset": (
-        {**SLURM, **MASTER, "RANK": "", "WORLD_SIZE": "", "PMI_RANK": " "}, "slurm", 1, None,
+        {**SLURM, **MASTER, "RANK": "", "WORLD_SIZE": "", "PMI_RANK": " "},
+        "slurm",
+        1,
+        None,
     ),
 }
 
@@ -134,15 +161,18 @@ REFUSED = {
     "size zero": ({"PMI_RANK": "0", "PMI_SIZE": "0"}, ["PMI_SIZE"]),
     "local rank not below local size": ({**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]),
     "RANK and MPI disagree": (
-        {"RANK": "0", "WORLD_SIZE": "2", **MASTER, **OPEN_MPI}, ["RANK=0", "WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK=5"],
+        {"RANK": "0", "WORLD_SIZE": "2", **MASTER, **OPEN_MPI},
+        ["RANK=0", "WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK=5"],
     ),
     "two MPIs disagree": ({**OPEN_MPI, "PMI_RANK": "0", "PMI_SIZE": "8"}, ["OMPI_COMM_WORLD_RANK=5", "PMI_RANK=0"]),
     "PMIx disagrees": ({**OPEN_MPI, "PMIX_RANK": "1"}, ["PMIX_RANK=1"]),
     "torchrun agents are not the Slurm tasks": (
-        {**TORCHRUN, **SLURM_AGENTS, "SLURM_NTASKS": "3"}, ["WORLD_SIZE=8", "SLURM_NTASKS=3"],
+        {**TORCHRUN, **SLURM_AGENTS, "SLURM_NTASKS": "3"},
+        ["WORLD_SIZE=8", "SLURM_NTASKS=3"],
     ),
     "more Slurm tasks than MPI could have daemons": (
-        {**SLURM, **MPICH, "SLURM_NTASKS": "12"}, ["PMI_SIZE=8", "SLURM_NTASKS=12"],
+        {**SLURM, **MPICH, "SLURM_NTASKS": "12"},
+        ["PMI_SIZE=8", "SLURM_NTASKS=12"],
     ),
     "exported WORLD_SIZE is another": ({**SLURM, **MASTER, "WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "SLURM_NTASKS=8"]),
 }

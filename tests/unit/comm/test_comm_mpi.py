@@ -23,13 +23,17 @@ def mpirun(num_ranks: int, code: str) -> subprocess.CompletedProcess[str]:
         pytest.skip(f"no mpiexec beside {sys.executable}: pip install 'a2a[mpi]'")
     return subprocess.run(
         [str(MPIEXEC), "-n", str(num_ranks), sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**without_launchers(env.snapshot()), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
     )
 
 
 def test_verbs_and_parts():
-    done = mpirun(3, """
+    done = mpirun(
+        3,
+        """
 from mpi4py import MPI
 from a2a.comm import resolve
 from a2a.comm.mpi import MpiComm
@@ -46,13 +50,16 @@ assert part.bcast(MPI.COMM_WORLD.Get_rank(), root=size - 1) == (0 if size == 1 e
 big = found.allgather(bytes([found.Get_rank()]) * 3_000_000)
 assert [len(x) for x in big] == [3_000_000] * 3 and [x[-1] for x in big] == [0, 1, 2]
 print(f"fine {found.Get_rank()}\\n", end="", flush=True)
-""")
+""",
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["fine 0", "fine 1", "fine 2"]
 
 
 def test_absent_rank_ends_the_wait_and_abort_ends_the_job():
-    done = mpirun(3, """
+    done = mpirun(
+        3,
+        """
 import time
 from a2a.comm import mpi, resolve
 from a2a.errors import PeerTimeout
@@ -66,7 +73,8 @@ except PeerTimeout as error:
     print(f"{error.rank} {error.phase} {error.round}\\n", end="", flush=True)
     time.sleep(0.5)  # for the other to print as well
     mpi.abort(7)
-""")
+""",
+    )
     assert done.returncode == 7, (done.returncode, done.stderr)
     assert sorted(line for line in done.stdout.split("\n") if "startup" in line) == ["0 startup 0", "1 startup 0"]
 
@@ -81,8 +89,13 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          env={**without_launchers(env.snapshot()), "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**without_launchers(env.snapshot()), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert "ConfigError" in done.stdout
     assert "got 1, wanted 4" in done.stdout
 
@@ -106,8 +119,12 @@ def test_body(run_ranks):
         ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest"], 1),
     ):
         done = subprocess.run(
-            [*start, "-p", "no:cacheprovider", "-q", "test_fails.py"], cwd=tmp_path, capture_output=True, text=True,
-            timeout=90, env={**without_launchers(env.snapshot()), "PYTHONPATH": path},
+            [*start, "-p", "no:cacheprovider", "-q", "test_fails.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            env={**without_launchers(env.snapshot()), "PYTHONPATH": path},
         )
         assert done.returncode == status, done.stderr
         assert "ValueError: first traceback" in done.stderr, done.stderr

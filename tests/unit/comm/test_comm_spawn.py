@@ -204,8 +204,13 @@ if __name__ == "__main__":
 def test_nothing_outlives_a_killed_parent(tmp_path: Path, sig: int):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert parent.stdout is not None
     try:
         ranks = [int(word) for word in parent.stdout.readline().split()]
@@ -223,17 +228,31 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, sig: int):
 
 def test_target_of_the_main_script(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text("from a2a.comm import spawn\ndef here(x): return x + 1\n"
-                      "if __name__ == '__main__': print(spawn.run(here, 2, (1,), timeout_s=60))\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    script.write_text(
+        "from a2a.comm import spawn\ndef here(x): return x + 1\n"
+        "if __name__ == '__main__': print(spawn.run(here, 2, (1,), timeout_s=60))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[2, 2]"), done.stderr
 
 
 def test_main_script_is_not_run_again_for_nothing(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nprint('started')\nfrom a2a.comm import spawn\n"
-                      "if __name__ == '__main__': spawn.run(time.sleep, 2, (0,), timeout_s=60)\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    script.write_text(
+        "import os, time\nprint('started')\nfrom a2a.comm import spawn\n"
+        "if __name__ == '__main__': spawn.run(time.sleep, 2, (0,), timeout_s=60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr

@@ -19,8 +19,12 @@ def served_by_rank_0(**changes: str) -> dict[str, str]:
     """Slurm's variables for this rank of the local spawn, so that nobody but rank 0 can serve."""
     now = env.snapshot()
     environ = {
-        "SLURM_PROCID": now["RANK"], "SLURM_NTASKS": now["WORLD_SIZE"], "SLURM_LOCALID": now["LOCAL_RANK"],
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": now["MASTER_PORT"], **changes,
+        "SLURM_PROCID": now["RANK"],
+        "SLURM_NTASKS": now["WORLD_SIZE"],
+        "SLURM_LOCALID": now["LOCAL_RANK"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": now["MASTER_PORT"],
+        **changes,
     }
     assert detect(environ).local_store is None
     return environ
@@ -93,8 +97,9 @@ def test_shares_the_port_with_a_process_group(own_ranks):
 
 
 def keys_left(spawned: Comm) -> object:
-    store = dist.TCPStore("127.0.0.1", int(env.snapshot()["MASTER_PORT"]), is_master=spawned.Get_rank() == 0,
-                          wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", int(env.snapshot()["MASTER_PORT"]), is_master=spawned.Get_rank() == 0, wait_for_workers=False
+    )
     own = store.num_keys()
     spawned.barrier()
     comm = StoreComm(store, "prefix", spawned.Get_rank(), spawned.Get_size(), server=0, timeout_s=60)

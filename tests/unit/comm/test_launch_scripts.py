@@ -45,7 +45,10 @@ def executable(path: Path, text: str) -> Path:
 
 def start(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(LAUNCH / script), *arguments], capture_output=True, text=True, timeout=120,
+        [str(LAUNCH / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**without_launchers(env.snapshot()), "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )
 
@@ -91,8 +94,14 @@ def test_slurm(tmp_path):
     executable(tmp_path / "scontrol", SCONTROL)
     python = str(executable(tmp_path / "python", MEETS.format(python=sys.executable)))
     done = start(
-        "slurm.sbatch", "check", PYTHON=python, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID=str(os.getpid()),
-        SLURM_JOB_NODELIST="node[7-8]", SLURM_PROCID="0", SLURM_NTASKS="3",
+        "slurm.sbatch",
+        "check",
+        PYTHON=python,
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_JOB_ID=str(os.getpid()),
+        SLURM_JOB_NODELIST="node[7-8]",
+        SLURM_PROCID="0",
+        SLURM_NTASKS="3",
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == [f"rank {rank} of [0, 1, 2]" for rank in range(3)], done.stderr

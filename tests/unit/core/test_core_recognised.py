@@ -252,9 +252,7 @@ def test_the_contents_of_a_scale_are_no_look() -> None:
     def quantized(moe: a2a.MoeAlltoAll, scale: float | Tensor) -> list[int]:
         moe.dispatch(IDS, [IDS], 4)
         scales = torch.zeros((3, HIDDEN // 16), dtype=torch.float8_e4m3fn)
-        data = moe.combine(
-            payload, 4, output_dtype=torch.uint8, output_scales=scales, output_scalar_scale=scale
-        )
+        data = moe.combine(payload, 4, output_dtype=torch.uint8, output_scales=scales, output_scalar_scale=scale)
         return [*data.flatten().tolist(), *scales.view(torch.uint8).flatten().tolist()]
 
     with built() as moe:

@@ -52,10 +52,7 @@ VARIANTS = {
         {**params.defines(MANY, placement_table=False), **QUANTIZED},
         MADE,
     ),
-    **{
-        name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), FUSED)
-        for name in FORMATS
-    },
+    **{name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), FUSED) for name in FORMATS},
 }
 
 

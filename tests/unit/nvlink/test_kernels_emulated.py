@@ -237,9 +237,7 @@ class Ranks:
         self, rows: Sequence[Tensor], counts: Sequence[int], staged: bool, segments: int
     ) -> tuple[list[Any], list[Tensor]]:
         self.alive = list(rows)
-        told = [
-            self.combine_told(rank, payload, counts[rank], staged, segments) for rank, payload in enumerate(rows)
-        ]
+        told = [self.combine_told(rank, payload, counts[rank], staged, segments) for rank, payload in enumerate(rows)]
         return [fields for fields, _ in told], [output for _, output in told]
 
     def combine_told(self, rank: int, payload: Tensor, count: int, staged: bool, segments: int) -> tuple[Any, Tensor]:

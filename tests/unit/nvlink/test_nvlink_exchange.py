@@ -208,9 +208,7 @@ def changed(draw: random.Random, call: DispatchCall) -> DispatchCall:
         {"rows": (another, *call.rows[1:])},
         {
             "context": context,
-            "payloads": tuple(
-                each._replace(offset_bytes=at) for each, at in zip(call.payloads, offsets, strict=True)
-            ),
+            "payloads": tuple(each._replace(offset_bytes=at) for each, at in zip(call.payloads, offsets, strict=True)),
         },
     ]
     change = draw.choice(changes)

@@ -93,8 +93,13 @@ def test_scale_bytes_equal_the_rule_computed_by_fp32_division():
     """Every mantissa near the step and many others, in every exponent, against division and log2, as specified."""
     torch.manual_seed(0)
     near = 0x600000 + torch.arange(-40, 41)
-    mantissa = torch.cat([near, torch.tensor([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF]),
-                          torch.randint(0, 1 << 23, (200,))])
+    mantissa = torch.cat(
+        [
+            near,
+            torch.tensor([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF]),
+            torch.randint(0, 1 << 23, (200,)),
+        ]
+    )
     amax = (torch.arange(255).view(-1, 1) << 23 | mantissa).to(torch.int32)
     got = scale_bytes(amax.clone(), 448.0)
     s = amax.view(torch.float32) / torch.tensor(448.0)

@@ -35,9 +35,7 @@ def test_by_hand():
 
 @settings(deadline=None, max_examples=100)
 @given(
-    pairs=st.lists(
-        st.tuples(st.integers(-1, 32767), st.floats(width=32, allow_nan=False)), min_size=0, max_size=40
-    ),
+    pairs=st.lists(st.tuples(st.integers(-1, 32767), st.floats(width=32, allow_nan=False)), min_size=0, max_size=40),
     wide=st.booleans(),
 )
 def test_round_trip(pairs, wide):

@@ -36,22 +36,29 @@ def check_error(x: torch.Tensor, back: torch.Tensor, block: int, relative: float
 @settings(deadline=None, max_examples=60)
 @given(x=rows(128))
 def test_fp8_block_error(x):
-    check_error(x, WIRE_FORMATS["fp8_block"].dequantize(*WIRE_FORMATS["fp8_block"].quantize(x)), 128, E4M3_RELATIVE,
-                2.0**-10 / 448)
+    check_error(
+        x,
+        WIRE_FORMATS["fp8_block"].dequantize(*WIRE_FORMATS["fp8_block"].quantize(x)),
+        128,
+        E4M3_RELATIVE,
+        2.0**-10 / 448,
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(x=rows(32))
 def test_mxfp8_error(x):
-    check_error(x, WIRE_FORMATS["mxfp8"].dequantize(*WIRE_FORMATS["mxfp8"].quantize(x)), 32, E4M3_RELATIVE,
-                2.0**-9 / 448)
+    check_error(
+        x, WIRE_FORMATS["mxfp8"].dequantize(*WIRE_FORMATS["mxfp8"].quantize(x)), 32, E4M3_RELATIVE, 2.0**-9 / 448
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(x=rows(32))
 def test_mxfp4_error(x):
-    check_error(x, WIRE_FORMATS["mxfp4"].dequantize(*WIRE_FORMATS["mxfp4"].quantize(x)), 32, E2M1_RELATIVE,
-                2 * 0.25 / 6)
+    check_error(
+        x, WIRE_FORMATS["mxfp4"].dequantize(*WIRE_FORMATS["mxfp4"].quantize(x)), 32, E2M1_RELATIVE, 2 * 0.25 / 6
+    )
 
 
 @settings(deadline=None, max_examples=60)
