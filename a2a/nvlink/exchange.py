@@ -348,8 +348,9 @@ class Exchange:
         params.output_type = OUTPUT_TYPES.index(TYPE_NAMES[output.dtype])
         params.staged = int(rows.staged)
         kind = "e4m3" if call.low_precision else TYPE_NAMES[call.payload.dtype]
-        # A narrower row with scales may take as many bytes as a wider one without.
-        params.digest = _digest([call.payload.shape[2], rows.row_bytes], kind)
+        # A narrower row with scales may take as many bytes as a wider one without; and where rows lie behind the widest
+        # dispatch so far, ranks that have seen different ones would read elsewhere than was written.
+        params.digest = _digest([call.payload.shape[2], rows.row_bytes, rows.offset_bytes], kind)
         if how is not None and scales is not None:
             fill(params.quantized, how.wire_format, output, call.output, scales, call.scale_layout, None)
             # The table's threads of a small round are those of one of several CTAs that share a row.

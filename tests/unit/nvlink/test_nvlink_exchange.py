@@ -482,12 +482,15 @@ def test_a_repeated_combine_finds_the_area_where_it_is_now() -> None:
         dispatch_offset=LAYOUT.dispatch_offset,
         combine_offset=lambda *_: next(place),
     )
-    told = []
+    told, digests = [], []
     for at in (offset, offset, offset + 128, offset + 128, offset):
         place = itertools.repeat(at)
         used.combine(call)
         told.append(seen[-1][3]["combine_offset"] - offset)
+        digests.append(seen[-1][3]["digest"])
     assert told == [0, 0, 128, 128, 0]
+    # A rank that has another place, as after a wider dispatch that was refused on it alone, is told so by its peers.
+    assert digests[0] == digests[1] == digests[4] != digests[2] == digests[3]
 
 
 def test_a_repeated_call_goes_to_its_own_stream() -> None:
