@@ -6,15 +6,16 @@ Owns how ranks find out that they disagree while building or growing. Refuses to
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
+from a2a.arguments import is_plain
 from a2a.comm import Comm
 from a2a.comm.consent import gather
 from a2a.config import ExchangeConfig
+from a2a.env import MAX_TIMEOUT_S
 from a2a.errors import A2AError, ConfigError, MismatchError
 from a2a.placement import Placement
 
@@ -53,7 +54,7 @@ def union(config: ExchangeConfig, sizes: dict[str, Any]) -> ExchangeConfig:
             value = placement_table(value)
         held = getattr(config, name)
         if name not in CAPACITIES:
-            if value != held:
+            if not _equal(value, held):
                 raise ConfigError(what=name, got=value, wanted=f"{held!r}, which ensure cannot change")
             continue
         # Checks the value by itself before it is compared.
@@ -79,19 +80,27 @@ def placement_table(placement: Placeable | None) -> tuple[int, ...] | None:
         return None
     if isinstance(placement, Placement):
         placement = placement.table
-    if isinstance(placement, Tensor):
+    if is_plain(placement):
         placement = placement.tolist()
     if not isinstance(placement, list | tuple):
         raise ConfigError(what="placement", got=type(placement).__name__, wanted="a rank for each expert")
     return tuple(placement)
 
 
+def _equal(value: object, held: object) -> bool:
+    try:
+        return bool(value == held)
+    except Exception:
+        # A tensor of several elements, or of none, or what does not know how to compare itself.
+        return False
+
+
 def is_budget(value: object) -> bool:
     """Whether a value can bound a wait, in seconds."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_TIMEOUT_S
 
 
 def check_budget(what: str, value: object) -> None:
     """ConfigError unless the value can bound a wait."""
     if not is_budget(value):
-        raise ConfigError(what=what, got=value, wanted="a positive, finite number of seconds")
+        raise ConfigError(what=what, got=value, wanted=f"a number of seconds above 0, up to {MAX_TIMEOUT_S:.0f}")

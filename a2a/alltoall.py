@@ -250,6 +250,7 @@ class RoundContext:
                     *input_payloads,
                 )
                 plan = self._payload_plans.get(key)
+            is_new = plan is None
             if plan is None:
                 plan = self._plan_payloads(
                     token_selected_experts,
@@ -259,7 +260,6 @@ class RoundContext:
                     invalid_token_expert_id,
                     eplb_local_stats,
                 )
-                _keep(self._payload_plans, key, plan)
             geometry = plan.geometry
             call = self._dispatch_call(
                 geometry,
@@ -275,6 +275,10 @@ class RoundContext:
             self._decline("dispatch", error)
             raise
         shared.transport.dispatch(call)
+        if is_new:
+            # What is refused, by this rank or another, leaves nothing behind.
+            shared.layout.claim_dispatch([payload.row_bytes for payload in geometry.payloads])
+            _keep(self._payload_plans, key, plan)
         self._state = _DISPATCHED
         self._round = geometry.round
         return list(plan.views)
@@ -344,6 +348,7 @@ class RoundContext:
                     eplb_local_stats,
                 )
             plan = self._token_plans.get(key)
+            is_new = plan is None
             if plan is None:
                 tokens = shared.arguments.tokens(
                     hidden_states, topk_ids, topk_weights, scale, global_scale, scale_layout
@@ -351,7 +356,6 @@ class RoundContext:
                 plan = self._plan_tokens(
                     tokens, topk_ids, runtime_max_tokens_per_rank, invalid_token_expert_id, eplb_local_stats
                 )
-                _keep(self._token_plans, key, plan)
             tokens = plan.tokens
             sent_ids = topk_ids
             if topk_ids.dtype != torch.int32:
@@ -369,6 +373,9 @@ class RoundContext:
             self._decline("dispatch", error)
             raise
         shared.transport.dispatch(call)
+        if is_new:
+            shared.layout.claim_dispatch(tokens.widths)
+            _keep(self._token_plans, key, plan)
         self._state = _DISPATCHED
         self._round = plan.geometry.round
         received = plan.received
@@ -398,13 +405,17 @@ class RoundContext:
             runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
         ):
             self._check_rows(runtime_max_tokens_per_rank, this)
-        offset = shared.layout.combine_offset(hidden_size * dtype.itemsize, self._index)
-        key = ("combine payload", offset, runtime_max_tokens_per_rank, type(hidden_size), hidden_size, dtype)
+        if type(hidden_size) is not int or type(dtype) is not torch.dtype:
+            hidden_size = shared.arguments.columns(hidden_size, dtype)
+        key = ("combine payload", runtime_max_tokens_per_rank, hidden_size, dtype)
         view = self._views.get(key)
         # One that was written to with a gradient has a history, which would grow from round to round.
         if view is None or view.requires_grad:
-            shared.arguments.check_combine_width(hidden_size * dtype.itemsize, hidden_size, dtype)
+            row_bytes = hidden_size * dtype.itemsize
+            shared.arguments.check_combine_width(row_bytes, hidden_size, dtype)
+            offset = shared.layout.combine_offset(row_bytes, self._index)
             view = self._remember(key, self._made_view(offset, runtime_max_tokens_per_rank, (hidden_size,), dtype))
+            shared.layout.claim_combine(row_bytes)
         return view
 
     def combine(
@@ -468,7 +479,11 @@ class RoundContext:
                 runtime_max_tokens_per_rank != this.runtime_max_tokens_per_rank
             ):
                 self._check_rows(runtime_max_tokens_per_rank, this)
-            low_precision = bool(use_low_precision)
+            low_precision = use_low_precision
+            if type(low_precision) is not bool:
+                low_precision = shared.arguments.switch("use_low_precision", low_precision)
+            if type(payload_in_workspace) is not bool:
+                payload_in_workspace = shared.arguments.switch("payload_in_workspace", payload_in_workspace)
             if (
                 output_dtype is None
                 and output_scales is None
@@ -484,11 +499,11 @@ class RoundContext:
                 seen = None if has_scale else look(payload, output, output_dtype, output_scales, sf_layout)
                 key = None if seen is None else (this, low_precision, seen)
             plan = self._combine_plans.get(key)
+            is_new = plan is None
             if plan is None:
                 given = (output_dtype, output_scales, output_scalar_scale, sf_layout, output)
                 with self._on(stream):
                     plan = self._plan_combine(payload, this, *given, low_precision)
-                _keep(self._combine_plans, key, plan)
             blocks = payload
             if payload.stride() != plan.strides:
                 blocks = shared.arguments.in_blocks(payload, runtime_max_tokens_per_rank)
@@ -521,6 +536,9 @@ class RoundContext:
             self._decline("combine", error)
             raise
         shared.transport.combine(call)
+        if is_new:
+            shared.layout.claim_combine(combine_row_bytes(blocks.shape[2], blocks.dtype, low_precision))
+            _keep(self._combine_plans, key, plan)
         self._state = _IDLE
         self._warm = True
         return output
@@ -987,8 +1005,10 @@ class MoeAlltoAll(RoundContext):
         env = Env.read()
         startup_timeout_s = env.startup_timeout_s if startup_timeout_s is None else startup_timeout_s
         timeout_s = env.timeout_s if timeout_s is None else timeout_s
-        if transport == "auto" and env.transport is not None:
-            transport = env.transport
+        # Anything may have been passed, and not everything can be compared.
+        automatic = isinstance(transport, str) and transport == "auto"
+        if automatic and env.transport is not None:
+            transport, automatic = env.transport, env.transport == "auto"
         # Meeting the others needs a budget already; a bad one is reported to all ranks once they have met.
         meeting_s = startup_timeout_s if is_budget(startup_timeout_s) else Env.startup_timeout_s
         self._comm = resolve(comm, timeout_s=meeting_s)
@@ -1017,7 +1037,7 @@ class MoeAlltoAll(RoundContext):
                 enable_rank_mask=enable_rank_mask,
                 num_contexts=num_contexts,
             )
-            if transport != "auto":
+            if not automatic:
                 transport_class(transport)
         except A2AError as error:
             problem = error
@@ -1127,10 +1147,13 @@ class MoeAlltoAll(RoundContext):
             timeout_s: budget; None for the object's `timeout_s`.
 
         Raises:
+            ConfigError: a budget that is none.
             PeerTimeout, PeerLost: a rank did not come.
         """
         self._require_open("reset")
-        self._shared.transport.reset(timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+        budget_s = self.timeout_s if timeout_s is None else timeout_s
+        check_budget("timeout_s", budget_s)
+        self._shared.transport.reset(timeout_s=budget_s)
         for context in self.contexts:
             context._start_over()
 
@@ -1172,7 +1195,7 @@ class MoeAlltoAll(RoundContext):
             timeout_s: budget of each wait; None for the object's `startup_timeout_s`.
 
         Raises:
-            ConfigError: a communicator of other ranks.
+            ConfigError: a communicator of other ranks, or a budget that is none.
             Unsupported: no memory, on every rank; `restore` may be called again.
         """
         shared = self._shared
@@ -1181,6 +1204,7 @@ class MoeAlltoAll(RoundContext):
         if not shared.released:
             return
         budget_s = self.startup_timeout_s if timeout_s is None else timeout_s
+        check_budget("timeout_s", budget_s)
         ranks = self._comm if comm is None else resolve(comm, timeout_s=budget_s)
         if (ranks.Get_rank(), ranks.Get_size()) != (self.ep_rank, self.ep_size):
             raise ConfigError(

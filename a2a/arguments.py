@@ -6,6 +6,7 @@ either gives back what the round needs or raises, with the facts, before anythin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple, TypeGuard
 
@@ -328,11 +329,31 @@ class Arguments:
             )
         return width
 
+    def switch(self, what: str, value: Any) -> bool:
+        """Whether a value stands for yes."""
+        try:
+            return bool(value)
+        except Exception:
+            # Tensors of several elements, or of none.
+            raise ConfigError(what=what, got=value, wanted="True or False", rank=self.rank) from None
+
     def check_layout(self, what: str, layout: object) -> None:
         """One of the scale layouts themselves, not its name."""
         if not isinstance(layout, ScaleLayout):
             allowed = ", ".join(f"ScaleLayout.{each.name}" for each in ScaleLayout)
             raise ConfigError(what=what, got=layout, wanted=f"one of {allowed}", rank=self.rank)
+
+    def columns(self, hidden_size: Any, dtype: Any) -> int:
+        """The columns of a combine view, where they are an integer of a type of their own."""
+        if not isinstance(dtype, torch.dtype):
+            raise ShapeError(what="dtype", got=dtype, wanted="a torch.dtype", rank=self.rank)
+        try:
+            if not isinstance(hidden_size, bool):
+                return operator.index(hidden_size)
+        except (TypeError, ValueError, RuntimeError):
+            # What is no number, and tensors of several: told below.
+            pass
+        raise ShapeError(what="hidden_size", got=hidden_size, wanted="an integer", rank=self.rank)
 
     def check_combine_width(self, wire_bytes: int, hidden_size: int, dtype: torch.dtype) -> None:
         """A combine row fits the workspace."""
@@ -396,7 +417,11 @@ class Arguments:
                 rank=self.rank,
             )
         width = payload.shape[-1]
-        dtype = output_dtype or (torch.bfloat16 if low_precision else payload.dtype)
+        dtype = output_dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if low_precision else payload.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(what="output_dtype", got=dtype, wanted="None or a torch.dtype", rank=self.rank)
         packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
         scalar_given = isinstance(output_scalar_scale, Tensor) or output_scalar_scale != 1.0
         if dtype in SUM_DTYPES:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from a2a import env
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     try:
+        for what in ("json", "output"):
+            _refuse_file(what, getattr(options, what, None))
         code: int = {
             "bench": _bench,
             "check": _check,
@@ -101,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--transport", default="auto", metavar="NAME", help=transports)
         command.add_argument("--seed", type=int, default=0, help="of everything that is random (default 0)")
         command.add_argument(
-            "--timeout", type=float, default=_DEFAULT_TIMEOUT_S, metavar="S",
+            "--timeout", type=_seconds, default=_DEFAULT_TIMEOUT_S, metavar="S",
             help="seconds after which local processes are ended (default %(default).0f)",
         )  # fmt: skip
 
@@ -434,6 +437,28 @@ def _refuse_graphs(transport: str) -> None:
         raise Unsupported(transport=transport, reasons=tuple(reasons))
 
 
+def _refuse_file(what: str, name: str | None) -> None:
+    """Say no to a file that cannot be written before the work that would be lost with it."""
+    if name is None or name == "-":
+        return
+    from a2a.comm import detect
+
+    if detect(env.snapshot()).rank not in (None, 0):
+        # The first rank writes, and others may be on machines that have no such place.
+        return
+    path = Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(what=what, got=name, wanted="a file that can be written")
+
+
+def _refuse_ranks(ranks: int) -> None:
+    """Before as many processes are started."""
+    from a2a.config import MAX_EP_SIZE
+
+    if ranks > MAX_EP_SIZE:
+        raise ConfigError(what="ranks", got=ranks, wanted=f"an integer in 1..{MAX_EP_SIZE}")
+
+
 def _refuse_transport(name: str) -> None:
     """Say no before any process is started."""
     from a2a.transport import TRANSPORTS
@@ -473,6 +498,7 @@ def _on_ranks(
             time.sleep(_LAST_WORDS_S)
             os._exit(code)
         return code
+    _refuse_ranks(ranks)
     if needs_mpi:
         return _under_mpiexec(arguments, ranks)
     from a2a.comm.spawn import outcomes
@@ -695,6 +721,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= env.MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {env.MAX_TIMEOUT_S:.0f}")
     return value
 
 

@@ -112,7 +112,7 @@ class ExchangeConfig:
             _check_placement(self.placement, self.num_experts, self.ep_size)
 
     def _check_wire_format(self, name: str) -> None:
-        if name not in WIRE_FORMATS:
+        if not isinstance(name, str) or name not in WIRE_FORMATS:
             raise ConfigError(what="wire_format", got=name, wanted="one of " + ", ".join(WIRE_FORMATS))
         reasons = wire_format(name).check(self.hidden_size, self.mx_alignment)
         if reasons:
@@ -177,8 +177,8 @@ def _in_range(what: str, got: object, low: int, high: int | None) -> None:
 
 
 def _one_of(what: str, got: object, allowed: tuple[object, ...]) -> None:
-    # 1 == True in Python, yet a count is not a switch.
-    if not any(got == item and type(got) is type(item) for item in allowed):
+    # 1 == True in Python, yet a count is not a switch. The type first: not everything can be compared.
+    if not any(type(got) is type(item) and got == item for item in allowed):
         raise ConfigError(what=what, got=got, wanted="one of " + ", ".join(map(repr, allowed)))
 
 
@@ -387,7 +387,7 @@ def _read_table(path: Path, kind: type[_Table]) -> _Table:
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(what=str(path), got=str(error), wanted="a readable TOML file") from error
     hints = get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "name"}

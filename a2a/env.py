@@ -16,6 +16,9 @@ from a2a.errors import ConfigError
 
 PREFIX: Final = "A2A_"
 
+MAX_TIMEOUT_S: Final = 1e6
+"""Longest budget of a wait, over eleven days: waits of the kernel's count milliseconds in 31 bits."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Env:
@@ -109,6 +112,6 @@ def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
         value = float(given[name])
     except ValueError:
         value = math.nan
-    if not value > 0 or math.isinf(value):
-        raise ConfigError(what=name, got=given[name], wanted="a number of seconds above 0")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise ConfigError(what=name, got=given[name], wanted=f"a number of seconds above 0, up to {MAX_TIMEOUT_S:.0f}")
     return value

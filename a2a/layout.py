@@ -139,14 +139,22 @@ class WorkspaceLayout:
         """Start of the combine area of rounds whose rows take `row_bytes` there: the same for all widths."""
         return self._by_key["combine", context].offset_bytes
 
+    def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
+        """Told of the widths of every dispatch that has begun, for layouts that move by them; refused ones are none."""
+        return
+
+    def claim_combine(self, row_bytes: int) -> None:
+        """The same for a combine, and for its rows that are handed out to be written."""
+        return
+
 
 class SharedAreaLayout(WorkspaceLayout):
     """Layout of a workspace whose owner has said how many bytes it has, and not which are for dispatch.
 
     Control regions come first, then one area "payloads": a round's payloads lie from its start on, as in a dispatch
     area, and its combine rows before its end, `align128(ep * M * row_bytes)` of them. Both depend on this round's
-    widths and not on its token counts. The widest dispatch and the widest combine that were ever asked for must fit
-    side by side: a rank that is ahead writes rows of its next round while others still read combine rows of this one.
+    widths and not on its token counts. The widest dispatch and the widest combine that have ever begun must fit side
+    by side: a rank that is ahead writes rows of its next round while others still read combine rows of this one.
 
     Args:
         config: the exchange, whose byte sizes are but the most that a row may take.
@@ -179,12 +187,15 @@ class SharedAreaLayout(WorkspaceLayout):
             offset += align(config.ep_size * config.max_num_tokens * width)
         widest = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
         self._check_room("input_payloads", f"rows of {list(row_bytes)} bytes", widest, self._widest_combine_bytes)
-        self._widest_dispatch_bytes = widest
         return tuple(offsets)
 
     def dispatch_offset(self, context: int = 0) -> int:
         """As in `WorkspaceLayout`: that of the shared area."""
         return self.region("payloads", context).offset_bytes
+
+    def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
+        """Combines must fit beside a dispatch of these widths from now on."""
+        self._widest_dispatch_bytes = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
 
     def extent_bytes(self, row_bytes: Sequence[int]) -> int:
         """What payloads of these widths take of the shared area."""
@@ -196,9 +207,12 @@ class SharedAreaLayout(WorkspaceLayout):
         num_bytes = self.extent_bytes((row_bytes,))
         widest = max(self._widest_combine_bytes, num_bytes)
         self._check_room("combine payload", f"rows of {row_bytes} bytes", self._widest_dispatch_bytes, widest)
-        self._widest_combine_bytes = widest
         area = self.region("payloads", context)
         return area.offset_bytes + align(area.num_bytes) - num_bytes
+
+    def claim_combine(self, row_bytes: int) -> None:
+        """Dispatches must fit beside combine rows of this width from now on."""
+        self._widest_combine_bytes = max(self._widest_combine_bytes, self.extent_bytes((row_bytes,)))
 
     def _check_room(self, what: str, got: str, dispatch_bytes: int, combine_bytes: int) -> None:
         most = align(self._payload_bytes) + PAYLOAD_SLACK_BYTES

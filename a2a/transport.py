@@ -229,7 +229,7 @@ class Transport(abc.ABC):
 
 def transport_class(name: str) -> type[Transport]:
     """The class of a transport by its room's name."""
-    if name not in TRANSPORTS:
+    if not isinstance(name, str) or name not in TRANSPORTS:
         raise ConfigError(what="transport", got=name, wanted="'auto' or one of " + ", ".join(map(repr, TRANSPORTS)))
     found: type[Transport] = importlib.import_module(f"a2a.{name}.transport").TRANSPORT
     return found

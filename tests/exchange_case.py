@@ -187,7 +187,7 @@ def assert_receipt(wanted: RankReceipt, views: Sequence[Tensor]) -> None:
 
 
 def assert_equal(what: str, got: Tensor, wanted: Tensor) -> None:
-    got = got.cpu()
+    got, wanted = got.cpu(), wanted.cpu()
     assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{what}: {got.dtype} {tuple(got.shape)}"
     if not torch.equal(as_bytes(got), as_bytes(wanted)):
         differing = (as_bytes(got) != as_bytes(wanted)).nonzero()[:8].tolist()

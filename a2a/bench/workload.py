@@ -11,6 +11,7 @@ import functools
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -260,7 +261,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not isinstance(record, dict):
                     raise ConfigError(what=f"{path}:{number}", got=line.strip()[:40], wanted="one JSON object")
                 yield number, record
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(what=f"{path}:{number + 1}", got=str(error), wanted="readable text") from error
 
 

@@ -109,11 +109,13 @@ def _memory_file(num_bytes: int) -> int:
         os.ftruncate(descriptor, num_bytes)
         # A file that cannot shrink cannot take a page from under a peer that reads it.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         if descriptor >= 0:
             os.close(descriptor)
+        # More bytes than an integer of the kernel's can hold have no error number.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Unsupported(
-            transport="host", reasons=(f"a memory file of {num_bytes} bytes is refused: {error.strerror}",)
+            transport="host", reasons=(f"a memory file of {num_bytes} bytes is refused: {reason}",)
         ) from None
     return descriptor
 

@@ -199,6 +199,8 @@ class CallerRank:
             self._combine_nothing(self._enter(self._round.kind, None), self._round.runtime_max_tokens_per_rank)
             self._round = None
         exchange = self._enter(kind, words)
+        # Only now, since a dispatch that was refused moves no rows: the next one would play no empty round for it.
+        self.layout.claim_dispatch(widths)
         if self._wants_empty_round(reach, self.layout.extent_bytes(widths)):
             self._play_empty_round(exchange, top_k)
         if torch.cuda.is_current_stream_capturing():
@@ -248,7 +250,8 @@ class CallerRank:
         blocks = arguments.in_blocks(payload, runtime_max_tokens_per_rank)
         width = blocks.shape[2]
         row_bytes = combine_row_bytes(width, blocks.dtype, low_precision)
-        self.layout.combine_offset(max(row_bytes, width * blocks.dtype.itemsize if payload_in_workspace else 0))
+        widest = max(row_bytes, width * blocks.dtype.itemsize if payload_in_workspace else 0)
+        self.layout.combine_offset(widest)
         if payload_in_workspace:
             self._check_address(blocks, combine_payload_offset)
         dtype, scales, scalar, scale_layout, out = output
@@ -260,6 +263,7 @@ class CallerRank:
         if quantize is not None and scales is not None:
             _check_scales(scales, scale_layout, num_tokens, quantize.wire_format.scales_width(width, 0), self.ep_rank)
         exchange = self._enter(this.kind, self._mask_of(enable_rank_mask, active_rank_mask))
+        self.layout.claim_combine(widest)
         exchange.combine(
             CombineCall(
                 context=0,

@@ -174,6 +174,9 @@ def test_torchrun_starts_ranks() -> None:
         (["check", "--kill-rank", "1"], "both or none"),
         (["plan", "--preset", "deepseek-v3", "--ep-size", "8", "--max-tokens", "8", "--tokens", "9"], "max_tokens"),
         (["presets", "gpt-5"], "olmoe-1b-7b"),
+        (["check", "--json", "/no/such/place.json"], "can be written"),
+        (["presets", "--json", "/tmp"], "can be written"),
+        (["check", "--ranks", "257"], "1..256"),
     ],
 )
 def test_a_clear_refusal(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

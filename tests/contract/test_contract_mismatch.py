@@ -10,7 +10,7 @@ from ranks import Ranks
 
 import a2a
 from a2a.comm import Comm
-from a2a.errors import A2AError, ConfigError, MismatchError, ShapeError
+from a2a.errors import A2AError, ConfigError, MismatchError, ShapeError, Unsupported
 
 BUILT: dict[str, Any] = {"max_num_tokens": 8, "top_k": 2, "num_experts": 8, "hidden_size": 32}
 
@@ -71,6 +71,7 @@ def refused_on_one(comm: Comm, transport: str, arguments: dict[str, Any]) -> str
         {"row_order": "sorted"},
         {"timeout_s": -1},
         {"startup_timeout_s": float("nan")},
+        {"startup_timeout_s": 10**400},
         {"placement": [0, 1, 2, 4, 0, 1, 2, 3]},
         {"placement": [0, 1]},
         {"max_num_tokens": True},
@@ -80,6 +81,52 @@ def refused_on_one(comm: Comm, transport: str, arguments: dict[str, Any]) -> str
 def test_mismatch_of_a_refused_value(run_ranks: Ranks, transport: str, arguments: dict[str, Any]) -> None:
     messages = run_ranks(refused_on_one, 4, transport, arguments)
     assert len(set(messages)) == 1 and next(iter(arguments)).split("_")[0] in messages[0], messages
+
+
+class Incomparable:
+    """What raises whatever is asked of it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("planted")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("planted")
+
+
+def strange_on_one(comm: Comm, transport: str) -> dict[str, str]:
+    """For each word of the constructor one rank has values of no use: while building, and for an object to grow."""
+    odd = comm.Get_rank() == 1
+    stories = {}
+    words = [*BUILT, "dispatch_dtype_bytes_per_elem", "dispatch_scale_bytes_per_token", "wire_format", "mx_alignment",
+             "combine_dtype_bytes_per_elem", "extra_payload_bytes_per_token", "placement", "name", "row_order", "scrub",
+             "eplb_stats_num_experts", "enable_rank_mask", "num_contexts"]  # fmt: skip
+    values = (Incomparable(), torch.zeros(2), torch.zeros(2, device="meta"), [Incomparable()], {}, 1j)
+    with a2a.MoeAlltoAll(**BUILT, comm=comm, transport=transport) as moe:
+        for word in [*words, "transport", "startup_timeout_s", "timeout_s"]:
+            for number, value in enumerate(values):
+                given = {**BUILT, "comm": comm, "transport": transport, **({word: value} if odd else {})}
+                with pytest.raises(ConfigError) as caught:
+                    a2a.MoeAlltoAll(**given)
+                assert caught.value.reporter == (None if odd else 1), word
+                stories[f"{word} {number}"] = caught.value.story()
+                if word in words:
+                    with pytest.raises(ConfigError):
+                        moe.ensure(**({word: value} if odd else {}))
+        # More than any machine has, asked for by all: an error as well, and nothing is lost.
+        for word in ("max_num_tokens", "hidden_size", "extra_payload_bytes_per_token") if transport == "host" else ():
+            with pytest.raises(Unsupported):
+                moe.ensure(**{word: 2**70})
+        ids = torch.zeros((1, 2), dtype=torch.int32, device=moe.workspace.device)
+        moe.dispatch(ids, [ids], 1)
+    return stories
+
+
+def test_mismatch_of_a_value_of_no_use(run_ranks: Ranks, transport: str) -> None:
+    mine, *others = run_ranks(strange_on_one, 3, transport)
+    for each in others:
+        assert each == mine
 
 
 def round_otherwise(comm: Comm, transport: str, what: str) -> str:
@@ -188,6 +235,9 @@ def bad_on_one(comm: Comm, transport: str, what: str) -> str:
             "layout by name": (payload, 4, False, torch.float8_e4m3fn, scales, 1.0, "linear"),
             "two scalar scales": (payload, 4, False, torch.uint8, scales.view(torch.float8_e4m3fn), torch.ones(2)),
             "no columns": (payload[..., :0].contiguous(), 4),
+            "output dtype is none": (payload, 4, False, torch.zeros(2)),
+            "neither yes nor no": (payload, 4, torch.zeros(2)),
+            "no precision": {"use_low_precision": torch.zeros(2)},
             "output shape": {"output": torch.empty(2, 32, dtype=torch.bfloat16, device=device)},
             "output kind": {"output": torch.empty(1, 32, dtype=torch.float16, device=device)},
             "output stride": {"output": torch.empty(32, 1, dtype=torch.bfloat16, device=device).t()[:, ::2]},
@@ -279,6 +329,9 @@ COMBINE_FAULTS = (
     "layout by name",
     "two scalar scales",
     "no columns",
+    "output dtype is none",
+    "neither yes nor no",
+    "no precision",
     "output shape",
     "output kind",
     "output stride",

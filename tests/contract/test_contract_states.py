@@ -15,6 +15,7 @@ from ranks import Ranks
 
 import a2a
 from a2a.comm import Comm
+from a2a.env import MAX_TIMEOUT_S
 from a2a.errors import ConfigError, ShapeError, StateError
 
 
@@ -44,6 +45,12 @@ def states(comm: Comm, transport: str) -> None:
         moe.get_combine_payload_tensor_in_workspace(3, 64, torch.bfloat16)
     with pytest.raises(ShapeError, match="at most the 128 bytes"):
         moe.get_combine_payload_tensor_in_workspace(2, 65, torch.bfloat16)
+    for columns, dtype in (
+        *((strange, torch.bfloat16) for strange in ("64", None, 64.0, [64], {}, True, -1, 2**70, torch.zeros(2))),
+        *((64, strange) for strange in ("bfloat16", None, 16, [], torch.zeros(2))),
+    ):
+        with pytest.raises(ShapeError):
+            moe.get_combine_payload_tensor_in_workspace(2, columns, dtype)
     # Nothing was lost by any of these.
     assert torch.equal(moe.combine(payload, 2).cpu(), torch.ones(1, 64, dtype=torch.bfloat16))
     with pytest.raises(StateError):
@@ -82,11 +89,22 @@ def timeouts_can_be_set(comm: Comm, transport: str) -> None:
         assert (moe.startup_timeout_s, moe.timeout_s) == (300, 30)
         moe.startup_timeout_s, moe.timeout_s = 7, 0.5
         assert (moe.startup_timeout_s, moe.timeout_s) == (7, 0.5)
-        for bad in (0, -1, float("inf"), float("nan"), "3", None, True):
+        for bad in (0, -1, float("inf"), float("nan"), "3", None, True, 2 * MAX_TIMEOUT_S, 10**400):
             with pytest.raises(ConfigError):
                 moe.timeout_s = bad  # type: ignore[assignment]
             with pytest.raises(ConfigError):
                 moe.startup_timeout_s = bad  # type: ignore[assignment]
+            if bad is not None:
+                with pytest.raises(ConfigError):
+                    moe.reset(timeout_s=bad)  # type: ignore[arg-type]
+        # The longest that is allowed is one that every wait can bear.
+        moe.startup_timeout_s = moe.timeout_s = MAX_TIMEOUT_S
+        play(moe, draw(Case(ep_size=comm.Get_size()), 1))
+        play(moe, draw(Case(ep_size=comm.Get_size()), 2))
+        moe.reset()
+        moe.release()
+        moe.restore()
+        moe.ensure(num_contexts=2)
 
 
 def test_timeouts_can_be_set(run_ranks: Ranks, transport: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from a2a.integrations.flashinfer import (
     moe_a2a_sanitize_expert_ids,
     moe_a2a_wrap_payload_tensor_in_workspace,
 )
+from a2a.integrations.flashinfer_moe_alltoall import Rounds
+from a2a.layout import align
 
 INDEX = MoeAlltoAll._METAINFO_INDEX
 
@@ -174,6 +177,43 @@ def _widths_change(comm: Comm) -> list[str]:
 
 def test_dispatch_and_combine_share_a_total_size(run_ranks: Any) -> None:
     assert run_ranks(_widths_change, 2) == [["input_payloads", "combine payload"]] * 2
+
+
+def _refused_widths(comm: Comm) -> list[str]:
+    """Rounds that are refused, by this rank or another, take no room from those that come after."""
+    rank, ep, tokens = comm.Get_rank(), comm.Get_size(), 8
+    rounds = Rounds(
+        align(ep * tokens * 32) + align(ep * tokens * 64), 0, max_num_tokens=tokens, top_k=1, num_experts=4,
+        hidden_size=64, comm=comm, transport="host",
+    )  # fmt: skip
+    ids, told = torch.zeros((1, 1), dtype=torch.int32), []
+    narrow, wide = torch.ones((1, 32), dtype=torch.uint8), torch.ones((1, 90), dtype=torch.uint8)
+    rows = torch.ones((ep, tokens, 32), dtype=torch.bfloat16)
+    wider = torch.ones((ep, tokens, 40), dtype=torch.bfloat16)
+
+    def refuse(call: Callable[[], Any]) -> None:
+        with pytest.raises((ShapeError, MismatchError, ConfigError)) as caught:
+            call()
+        told.append(type(caught.value).__name__)
+
+    refuse(lambda: rounds.dispatch(ids, [wide], tokens if rank else tokens + 1))
+    refuse(lambda: rounds.dispatch(ids, [narrow if rank else wide], tokens))
+    for _ in range(2):
+        rounds.dispatch(ids, [narrow], tokens)
+        refuse(lambda: rounds.combine(rows if rank else wider, tokens))
+        refuse(lambda: rounds.combine(wider, tokens, output_dtype=torch.int8))
+        assert rounds.combine(rows, tokens).eq(1).all()
+        # The widest that there is room for beside the widest combine, and no more.
+        rounds.dispatch(ids, [narrow], tokens)
+        refuse(lambda: rounds.combine(torch.ones((ep, tokens, 240), dtype=torch.bfloat16), tokens))
+        rounds.combine(rows, tokens)
+    rounds.close()
+    return told
+
+
+def test_refused_rounds_take_no_room(run_ranks: Any) -> None:
+    mine, other = run_ranks(_refused_widths, 2)
+    assert mine == other and mine[:2] == ["ShapeError", "MismatchError"]
 
 
 def _rows_of_no_token_stay_zero(comm: Comm) -> int:

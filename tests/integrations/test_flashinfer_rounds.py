@@ -210,6 +210,23 @@ def test_the_empty_round_has_no_tokens(capturing: Any) -> None:
     assert isinstance(real, DispatchCall) and real.topk_ids.shape[0] == 3
 
 
+def test_a_refused_dispatch_takes_no_place(capturing: Any) -> None:
+    """Else the wide dispatch that is not refused would find its place taken already and wait for no reader of it."""
+    workspace, metainfo = made()
+    masked: dict[str, Any] = {"enable_rank_mask": True, "active_rank_mask": fi.moe_a2a_active_rank_mask([0, 1], EP)}
+    _, before, _ = dispatch(workspace, metainfo[0], width=16, **masked)
+    combine(workspace, metainfo[0], before, **masked)
+    launches(workspace).clear()
+    capturing.now = True
+    other = {**masked, "active_rank_mask": fi.moe_a2a_active_rank_mask([0], EP)}
+    with pytest.raises(StateError, match="capturing"):
+        dispatch(workspace, metainfo[0], **other)
+    capturing.now = False
+    assert launches(workspace) == []
+    _, offset, _ = dispatch(workspace, metainfo[0], **masked)
+    assert offset > before and len(launches(workspace)) == 3
+
+
 def test_a_captured_round_keeps_its_place(capturing: Any) -> None:
     """A graph goes on with the place of its capture, so whoever reaches beyond it waits every time."""
     workspace, metainfo = made()

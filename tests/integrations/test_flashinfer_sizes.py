@@ -78,6 +78,7 @@ def test_the_rows_have_all_that_was_asked_for() -> None:
     size = fi.moe_a2a_get_workspace_size_per_rank(3, 5, sum(widths), combine)
     layout = caller_layout(3, 5, 0, align(15 * sum(widths)) + align(15 * combine))
     ends = [start + 15 * width for start, width in zip(layout.payload_offsets(widths), widths, strict=True)]
+    layout.claim_dispatch(widths)
     start = layout.combine_offset(combine)
     assert max(ends) <= start and start + 15 * combine <= size
 

@@ -102,7 +102,8 @@ def test_a_wrong_key_is_named_with_its_file_and_the_known_keys(tmp_path: Path, o
 
 def test_a_file_that_is_not_toml_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("ranks = = 2")
-    for name in ("a.toml", "b.toml"):
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    for name in ("a.toml", "b.toml", "c.toml"):
         with pytest.raises(ConfigError, match=name):
             bench_plan(str(tmp_path / name))
 

@@ -128,6 +128,10 @@ def test_a_damaged_gzip_is_named(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match=r"cut\.jsonl\.gz:\d+"):
         read_recording(path)
+    path = tmp_path / "changed.jsonl.gz"
+    path.write_bytes(whole[:40] + bytes(40) + whole[80:])
+    with pytest.raises(ConfigError, match=r"changed\.jsonl\.gz:\d+"):
+        read_recording(path)
     path = tmp_path / "none.jsonl.gz"
     path.write_bytes(b"plain text")
     with pytest.raises(ConfigError, match=r"none\.jsonl\.gz:1"):
