@@ -333,7 +333,7 @@ def _late_ids(comm: Comm) -> bool:
     case = Case(ep_size=comm.Get_size(), hidden_size=128, row_order="token")
     torch.cuda.set_device(device_of(comm))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with _build(comm, case) as moe:
+    with _build(comm, case, wire_format="bf16") as moe:
         stream, weights = torch.cuda.Stream(), torch.ones((4, case.top_k), device="cuda")
         rows = torch.ones((4, case.hidden_size), dtype=case.dtype, device="cuda")
         wanted = torch.arange(4 * case.top_k, device="cuda").view(4, -1) % case.num_experts
