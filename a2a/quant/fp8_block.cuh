@@ -12,19 +12,20 @@ struct Fp8Block {
   // From the bits of the block's largest magnitude.
   __device__ __forceinline__ Fp8Block(u32 amax_bits, float) {
     special = amax_bits >= 0x7f800000;
-    scale = special ? 1.0f : __fdiv_rn(fmaxf(__uint_as_float(amax_bits), 1e-10f), 448.0f);
+    scale = special ? 1.0f : quotient(fmaxf(__uint_as_float(amax_bits), 1e-10f), 448.0f, 1.0f / 448.0f);
     inverse = __frcp_rn(scale);
     divides = (__float_as_uint(scale) & 0x7fffff) == 0x7fffff;
   }
   __device__ __forceinline__ u32 scale_bits() const { return __float_as_uint(scale); }
 
-  // x / scale as IEEE division has it. With the correctly rounded reciprocal, one correction step gives the correctly
-  // rounded quotient unless the divisor's mantissa is all ones (Markstein, IBM J. Res. Dev. 34 (1990) 111); quotients
-  // small enough for the step to lose bits are far below what e4m3 rounds to zero.
-  __device__ __forceinline__ float quotient(float x) const {
-    const float near = __fmul_rn(x, inverse);
-    return __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
+  // x / y as IEEE division has it. With the correctly rounded reciprocal, one correction step gives the correctly rounded
+  // quotient unless the divisor's mantissa is all ones (Markstein, IBM J. Res. Dev. 34 (1990) 111); quotients small enough
+  // for the step to lose bits are far below what e4m3 rounds to zero.
+  static __device__ __forceinline__ float quotient(float x, float y, float inverse_of_y) {
+    const float near = __fmul_rn(x, inverse_of_y);
+    return __fmaf_rn(__fmaf_rn(-near, y, x), inverse_of_y, near);
   }
+  __device__ __forceinline__ float quotient(float x) const { return quotient(x, scale, inverse); }
 
   // COUNT elements of the block as words of the wire.
   template <u32 COUNT>

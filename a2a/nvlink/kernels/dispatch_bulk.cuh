@@ -16,6 +16,9 @@
 __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, const RankSet& active, u32 unit) {
   const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
+#if WIRE_FORMAT
+  QuantizedSegment quantized(p, token, segment);
+#endif
   Destinations to;
   if (ROW_ORDER_TOKEN) {
     // The slot is the token: nothing of the tables is needed, and the first rows leave without waiting for them.
@@ -35,7 +38,7 @@ __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& 
   }
   u32 payload = 0;
 #if WIRE_FORMAT
-  quantize_and_push(p, token, segment, to);
+  quantized.push(p, to);
   payload = SCALES_PAYLOAD + 1;
 #endif
   for (; payload < p.num_payloads; ++payload) {

@@ -15,60 +15,84 @@ constexpr u32 LANES_OF_BLOCK = Format::BLOCK / GROUP;
 template <typename Format>
 constexpr u32 BYTES_OF_GROUP = GROUP * Format::ELEMENT_BITS / 8;
 
-// A lane's 16 elements as they lie in memory. Loaded apart from their use, so that the loads of one group pass while
-// another is being worked on.
+// Larger halves of two words.
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;
+#endif
+}
+
+// A row of the input; its width and type are the launch's.
+struct InputRow {
+  const u8* start;
+  bool in_vectors;  // every group that it holds wholly is two aligned accesses
+
+  // Row `number` of `rows`.
+  template <typename Params>
+  __device__ __forceinline__ InputRow(const Params& p, u64 rows, u32 number) {
+    const u32 size = size_of(p.input_type);
+    start = reinterpret_cast<const u8*>(rows) + u64(number) * p.hidden_size * size;
+    in_vectors = size == 2 && common_alignment(reinterpret_cast<u64>(start)) == 16;
+  }
+};
+
+// A lane's 16 elements from `first` of a row on, as they lie in memory. Loaded apart from their use, so that the loads of
+// one group pass while another is being worked on.
 struct Group {
-  const u8* row;
-  u32 first;
-  bool whole;  // they are two aligned accesses
+  bool whole;  // they have been loaded
   Vec16 low, high;
 
-  // Of row `number` of `rows`; their width and type are the launch's.
   template <typename Params>
-  __device__ __forceinline__ void load(const Params& p, u64 rows, u32 number, u32 first_element) {
-    const u32 size = size_of(p.input_type);
-    row = reinterpret_cast<const u8*>(rows) + u64(number) * p.hidden_size * size;
-    first = first_element;
-    const u8* const from = row + u64(first) * size;
-    whole = size == 2 && first + GROUP <= p.hidden_size && common_alignment(reinterpret_cast<u64>(from)) == 16;
+  __device__ __forceinline__ void load(const Params& p, const InputRow& row, u32 first) {
+    whole = row.in_vectors && first + GROUP <= p.hidden_size;
     if (!whole) return;
+    const u8* const from = row.start + u64(first) * 2;
     low = load16(from);
     high = load16(from + 16);
   }
 
-  // As fp32, zero beyond the row.
+  // As fp32, zero beyond the row. Returns the bits of the largest magnitude.
   template <typename Params>
-  __device__ __forceinline__ void values(const Params& p, float* values) const {
+  __device__ __forceinline__ u32 values(const Params& p, const InputRow& row, u32 first, float* values) const {
+    u32 amax = 0;
     if (whole) {
       const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      // Magnitudes compare as integers, NaNs as the largest, in these types as in fp32.
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) amax = larger_halves(amax, words[i] & 0x7fff7fff);
+      amax = max(amax & 0xffff, amax >> 16);
       if (p.input_type == TYPE_BF16) {
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
           values[2 * i] = to_float<TYPE_BF16>(words[i] & 0xffff);
           values[2 * i + 1] = to_float<TYPE_BF16>(words[i] >> 16);
         }
-      } else {
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-          values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
-          values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
-        }
+        return __float_as_uint(to_float<TYPE_BF16>(amax));
       }
-      return;
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        values[2 * i] = to_float<TYPE_FP16>(words[i] & 0xffff);
+        values[2 * i + 1] = to_float<TYPE_FP16>(words[i] >> 16);
+      }
+      return __float_as_uint(to_float<TYPE_FP16>(amax));
     }
 #pragma unroll
-    for (u32 i = 0; i < GROUP; ++i)
-      values[i] = first + i < p.hidden_size ? load_element(row, first + i, p.input_type) : 0.0f;
+    for (u32 i = 0; i < GROUP; ++i) {
+      values[i] = first + i < p.hidden_size ? load_element(row.start, first + i, p.input_type) : 0.0f;
+      amax = max(amax, __float_as_uint(values[i]) & 0x7fffffff);
+    }
+    return amax;
   }
 };
 
-// Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. Returns the
-// block's scale, and the wire bytes in words[0..BYTES_OF_GROUP/4).
+// Quantises the lane's 16 elements together with its neighbours of the block; all lanes of a warp call it. `amax`: bits of
+// the lane's largest magnitude. Returns the block's scale, and the wire bytes in words[0..BYTES_OF_GROUP/4).
 template <typename Format>
-__device__ __forceinline__ u32 quantize_group(const float* values, float global_scale, u32* words) {
-  u32 amax = 0;
-#pragma unroll
-  for (u32 i = 0; i < GROUP; ++i) amax = max(amax, __float_as_uint(values[i]) & 0x7fffffff);
+__device__ __forceinline__ u32 quantize_group(const float* values, u32 amax, float global_scale, u32* words) {
 #pragma unroll
   for (u32 step = 1; step < LANES_OF_BLOCK<Format>; step *= 2)
     amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));

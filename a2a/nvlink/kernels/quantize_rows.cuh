@@ -29,11 +29,14 @@ __device__ __forceinline__ void quantize_chunk(const QuantizeParams& q, u32 row,
   if (row < q.num_rows) {
     float values[GROUP];
     u32 words[BYTES_OF_GROUP<Format> / 4];
-    Group loaded;
+    const InputRow input(q, q.rows, row);
     // All lanes of the warp: those past the end hold zeros and share their block with none that is not.
-    loaded.load(q, q.rows, row, ours ? group * GROUP : q.hidden_size);
-    loaded.values(q, values);
-    scale = quantize_group<Format>(values, q.global_scale ? *reinterpret_cast<const float*>(q.global_scale) : 1.0f, words);
+    const u32 from = ours ? group * GROUP : q.hidden_size;
+    Group loaded;
+    loaded.load(q, input, from);
+    const u32 amax = loaded.values(q, input, from, values);
+    const float global_scale = q.global_scale ? *reinterpret_cast<const float*>(q.global_scale) : 1.0f;
+    scale = quantize_group<Format>(values, amax, global_scale, words);
     if (ours && group * GROUP < q.row_elements) {
       constexpr u32 BYTES = BYTES_OF_GROUP<Format>;
       u8* const to = reinterpret_cast<u8*>(q.data) + (u64(row) * (q.row_elements / GROUP) + group) * BYTES;
