@@ -4,7 +4,9 @@ Owns what a figure of a GPU means. Refuses to know what is timed.
 
 Eager: rounds follow each other without a host barrier, as layers do; events before dispatch, between dispatch and
 combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
-one round's share; outputs are poisoned before every replay and compared after it. The phases of a round in a graph have
+one round's share; outputs are poisoned before every replay and compared after it. A replay is handed over while the
+device still pauses, and comes behind a round that is not counted: neither the host's time to launch a graph nor how far
+apart hosts do so is part of the figure, which is that of the device. The phases of a round in a graph have
 a graph of their own, with events between them, which keep kernels apart that otherwise overlap: dispatch and combine
 together are slower there than the pair. Dispatch is timed a third time in a graph of dispatches alone, between events
 behind the first and the last: its share of that is what it adds to a stream of kernels. Either way a round is as slow
@@ -27,6 +29,8 @@ from a2a.bench.timing import Stamps
 _EVENTS = 3
 _DISPATCHES = 4
 """Of a graph of dispatches alone; the first is not counted. Each is a round in flight, and takes memory of its own."""
+_PAUSE_CYCLES = 2_000_000
+"""About a millisecond, longer than any host takes to hand over a round and a graph."""
 _PHASED_ROUNDS = 8
 """Of a graph with events between phases; its first round, to which ranks come apart, is not counted."""
 
@@ -139,8 +143,8 @@ def time_replays(
         for position in range(count):
             name = implementations[(number + position) % count].name
             output, wanted = outputs[name]
-            output.view(torch.uint8).fill_(0xFF)
-            stamps[name].append((0.0, 0.0, replay_s(graphs[name], barrier) / rounds_per_graph))
+            took = replay_s(graphs[name], implementations[(number + position) % count], output, barrier)
+            stamps[name].append((0.0, 0.0, took / rounds_per_graph))
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
     phases = {each.name: _time_phases(each, replays, barrier) for each in implementations}
@@ -199,10 +203,19 @@ def _replay_dispatches(
     return took, reason
 
 
-def replay_s(graph: torch.cuda.CUDAGraph, barrier: Callable[[], None]) -> float:
-    """Seconds of one replay on this rank's device, behind a barrier of hosts and devices; waits for it."""
+def replay_s(graph: torch.cuda.CUDAGraph, each: Implementation, output: Tensor, barrier: Callable[[], None]) -> float:
+    """Seconds of one replay of `each`'s rounds on this rank's device; waits for it.
+
+    Args:
+        output: of its last round, poisoned before.
+        barrier: of hosts and devices.
+    """
     before, after = _event(), _event()
     barrier()
+    torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+    each.dispatch()
+    each.combine()
+    output.view(torch.uint8).fill_(0xFF)
     before.record()
     graph.replay()
     after.record()

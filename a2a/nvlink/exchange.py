@@ -219,9 +219,10 @@ class Exchange:
         point = self._point("dispatch", wire is not None, widths, most)
         name = "dispatch_bulk" if point.regime == "bulk" else "dispatch_small_bytes"
         kernel = self._dispatch_kernel(name, wire, top_k)
-        if point.regime == "small" and wire is None:
+        if point.regime == "small":
             words = self._dispatch_kernel("dispatch_small_words", wire, top_k)
-            kernel = words if self._whole_words(words, point, widths, addresses, call.num_sms) else kernel
+            if self._whole_words(words, point, widths, addresses, call.num_sms, fused=wire is not None):
+                kernel = words
         fills = tuple([payload.fill_byte for payload in payloads])
         rows, has_stats = call.rows[0], call.eplb_local_stats is not None
         rows_type = None if wire is None or rows is None else (rows.shape[1], rows.dtype)
@@ -495,8 +496,8 @@ class Exchange:
 
     def _take_dispatch(self, library: Library, wire: str | None, top_k: int) -> None:
         image = image_bytes([self._config.dispatch_bytes_per_token] + [0] * MAX_PAYLOADS) + PIECE_BYTES * MAX_PAYLOADS
-        for name in ("dispatch_small_bytes", "dispatch_bulk") + (("dispatch_small_words",) if wire is None else ()):
-            fused = wire is not None and name == "dispatch_small_bytes"
+        for name in ("dispatch_small_words", "dispatch_small_bytes", "dispatch_bulk"):
+            fused = wire is not None and name != "dispatch_bulk"
             kernel = library.kernel(name, DispatchParams, shared_bytes=_shared_bytes(image, fused))
             kernel.parameters.placement = self._table.data_ptr()
             self._constants(kernel.parameters)
@@ -562,7 +563,14 @@ class Exchange:
         return ("small",) if most <= self._small_max_tokens else large
 
     def _whole_words(
-        self, kernel: Kernel, point: Point, widths: tuple[int, ...], addresses: Sequence[int], num_sms: int | None
+        self,
+        kernel: Kernel,
+        point: Point,
+        widths: tuple[int, ...],
+        addresses: Sequence[int],
+        num_sms: int | None,
+        *,
+        fused: bool = False,
     ) -> bool:
         """Whether a small launch may take `kernel`, which asks nothing of its bytes: see "Launch rules" in params."""
         if any(address % PIECE_BYTES for address in addresses):
@@ -572,7 +580,9 @@ class Exchange:
         answer = self._whole.get(key)
         if answer is None:
             num_bytes = image_bytes(widths)
-            columns, threads, _ = self._small_columns(kernel, point, num_bytes, num_sms)
+            columns, threads, _ = self._small_columns(
+                kernel, point, num_bytes, num_sms, one_cta=fused, shared_bytes=_shared_bytes(num_bytes, fused)
+            )
             one_sweep = columns * threads >= lines(num_bytes) * _LINE_THREADS
             answer = self._whole[key] = one_sweep and not any(width % PIECE_BYTES for width in widths)
         return answer

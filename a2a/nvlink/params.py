@@ -65,7 +65,7 @@ Launch rules
     small combine: grid (c, 1 + y, 1), likewise, lines of a row from its bytes; c = 1 where output is quantised, for a
         CTA then makes whole rows of it.
     small_words: c * x / 8 covers the lines of a row; rows of all payloads (combine: of payload and output, of one type)
-        are multiples of 8 bytes and lie on such. Not with a quantising wire format. small_bytes takes anything.
+        are multiples of 8 bytes and lie on such. small_bytes takes anything.
     bulk: grid (g, 1, 1), g <= MAX_CTAS, x >= 64 (the last warp only signals). segments >= 1 cuts a row's copy into
         that many units, so that n * segments units feed g * (x/32 - 1) warps.
     push: as bulk, segments <= MAX_PUSHED_SEGMENTS, rows of whole 16 bytes, payload not in the dispatch area; of the

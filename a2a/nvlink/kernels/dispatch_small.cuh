@@ -200,7 +200,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     if (first < p.num_tokens) {
       ids.load(p, first_ids);
 #if WIRE_FORMAT
-      parts.load(p, first);
+      parts.load<WORDS>(p, first);
 #else
       low = here.low.load_at<WORDS>(low_from);
       high = here.high.load_at<WORDS>(high_from);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
         // The image before has been taken by all threads.
         if (has_image) __syncthreads();
         has_image = true;
-        quantize_image(p, token, parts, image);
+        quantize_image<WORDS>(p, token, parts, image);
         __syncthreads();
         low = here.low.count ? image[here.at() / 8] : 0;
         high = here.high.count ? image[here.at() / 8 + 1] : 0;
@@ -242,7 +242,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       if (token + rows >= p.num_tokens) continue;
       ids.load(p, ids_of(p, token + rows));
 #if WIRE_FORMAT
-      parts.load(p, token + rows);
+      parts.load<WORDS>(p, token + rows);
 #else
       low = here.low.load<WORDS>(token + rows);
       high = here.high.load<WORDS>(token + rows);
@@ -287,6 +287,4 @@ constexpr bool SMALL_IS_LEAN = !WIRE_FORMAT && !RANK_MASK && RANK_WORDS == 1;
   }
 
 DISPATCH_SMALL(dispatch_small_bytes, false, SMALL_IS_LEAN ? MAX_SMALL_THREADS : MAX_THREADS, SMALL_IS_LEAN ? 2 : 1)
-#if !WIRE_FORMAT
-DISPATCH_SMALL(dispatch_small_words, true, MAX_SMALL_THREADS, SMALL_IS_LEAN ? 3 : 1)
-#endif
+DISPATCH_SMALL(dispatch_small_words, true, WIRE_FORMAT ? MAX_THREADS : MAX_SMALL_THREADS, SMALL_IS_LEAN ? 3 : 1)

@@ -54,13 +54,15 @@ struct TokenParts {
     other.locate(p, other_at);
   }
 
+  template <bool WORDS>
   __device__ __forceinline__ void load(const DispatchParams& p, u32 token) {
     group.load(p, InputRow(p, p.payload_rows[DATA_PAYLOAD], token), threadIdx.x * GROUP);
-    other_word = other.load<false>(token);
+    other_word = other.load<WORDS>(token);
   }
 };
 
-// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are.
+// A CTA makes the image of one token in shared memory: data, scales, then the other payloads as they are. WORDS: see Piece.
+template <bool WORDS>
 __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 token, const TokenParts& parts, u64* image) {
   const u32 lane = threadIdx.x % 32, groups = wire_elements(p) / GROUP, scales_at = scales_in_image(p);
   const InputRow row(p, p.payload_rows[DATA_PAYLOAD], token);
@@ -88,7 +90,7 @@ __device__ __forceinline__ void quantize_image(const DispatchParams& p, u32 toke
   for (u32 at = parts.other_at + blockDim.x * 8; at < image_bytes(p); at += blockDim.x * 8) {
     Piece piece;
     piece.locate(p, at);
-    image[at / 8] = piece.load<false>(token);
+    image[at / 8] = piece.load<WORDS>(token);
   }
 }
 

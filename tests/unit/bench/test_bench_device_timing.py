@@ -75,11 +75,14 @@ class Device:
     def synchronize(self) -> None:
         self.log.append("synchronize")
 
+    def _sleep(self, cycles: int) -> None:
+        self.log.append("pause")
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    for name in ("CUDAGraph", "graph", "Event", "synchronize"):
+    for name in ("CUDAGraph", "graph", "Event", "synchronize", "_sleep"):
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     return made
 
@@ -145,6 +148,10 @@ def test_replays_of_rounds_and_of_dispatches(device: Device, row_order: str, for
     assert got.rounds["a2a"].shape == (3, 3)
     # Time is counted in dispatches: a round and a mean dispatch are one each.
     assert np.allclose(got.rounds["a2a"][:, 2] * 1e3, 1.0)
+    # The device pauses while a round that is not counted and the replay behind it are handed over.
+    pauses = [at for at, word in enumerate(device.log) if word == "pause"]
+    wanted = ["barrier", "pause", "dispatch", "combine", "event", "replay", *["dispatch", "combine"] * 2, "event"]
+    assert [device.log[at - 1 : at + 10] for at in pauses] == [wanted] * 3
     assert np.allclose(np.array(got.dispatches["a2a"]) * 1e3, 1.0) and len(got.dispatches["a2a"]) == 3
     # Every replay of dispatches is met by one of their combines, and begins behind a barrier.
     last = device.log[-device.log[::-1].index("synchronize") - 1 :]

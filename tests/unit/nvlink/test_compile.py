@@ -28,8 +28,7 @@ COMPACT = ExchangeConfig(ep_size=8, max_num_tokens=64, top_k=8, num_experts=256,
 MASKED = ExchangeConfig(ep_size=8, max_num_tokens=64, top_k=22, num_experts=60, hidden_size=64, enable_rank_mask=True)
 MANY = ExchangeConfig(ep_size=72, max_num_tokens=64, top_k=40, num_experts=256, hidden_size=64)
 FORMATS = [name for name in params.WIRE_FORMATS if name is not None]
-FUSED = ("dispatch_small_bytes", "dispatch_bulk")
-DISPATCH = (*FUSED, "dispatch_small_words")
+DISPATCH = ("dispatch_small_bytes", "dispatch_bulk", "dispatch_small_words")
 WAYS = ("small_words", "small_bytes", "bulk", "push")
 COMBINE = tuple(f"combine_{way}_{kind}" for way in WAYS for kind in params.OUTPUT_TYPES)
 MADE = tuple(f"combine_{way}_quantized_{kind}" for way in ("small", "bulk", "push") for kind in params.OUTPUT_TYPES)
@@ -52,7 +51,10 @@ VARIANTS = {
         {**params.defines(MANY, placement_table=False), **QUANTIZED},
         MADE,
     ),
-    **{name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), FUSED) for name in FORMATS},
+    **{
+        name: ("dispatch.cu", params.defines(FEW, wire_format=name, placement_table=False), DISPATCH)
+        for name in FORMATS
+    },
 }
 
 

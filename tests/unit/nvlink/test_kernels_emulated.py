@@ -56,6 +56,12 @@ def lines_of(told: Any) -> int:
     return params.lines(params.image_bytes(told.payload_bytes[: told.num_payloads]))
 
 
+def is_of_words(told: params.DispatchParams) -> bool:
+    """Whether all rows are of whole pieces that lie on multiples of one."""
+    facts = [*told.payload_bytes[: told.num_payloads], *told.payload_rows[: told.num_payloads]]
+    return not any(fact % params.PIECE_BYTES for fact in facts)
+
+
 class Ranks:
     """All ranks of one workspace, their launches side by side."""
 
@@ -98,6 +104,8 @@ class Ranks:
         self.combines = modules("combine.cu", params.defines(self.config, placement_table=False))
         self.table = case.placed().table.int()
         self.words = (params.HostWords * case.ep_size)()
+        self.taken: set[str] = set()
+        """Ways of the kernels launched so far."""
         self.set_budget(60.0)
 
     def set_budget(self, seconds: float) -> None:
@@ -167,12 +175,16 @@ class Ranks:
         way, columns = regime or self.regime, self.columns
         if way == "push" and phase == "dispatch":
             way = "bulk"
-        if fused and way != "bulk":
-            way, columns = "small_bytes", 1
-        elif way == "small_words":
+        if way == "small_words":
             # One sweep takes all lines.
-            columns = max(columns, -(-max(map(lines_of, structs)) * 8 // self.threads))
+            needed = -(-max(map(lines_of, structs)) * 8 // self.threads)
+            columns = max(columns, needed)
+            if fused and (needed > 1 or not all(map(is_of_words, structs))):
+                way = "small_bytes"
+        if fused and way != "bulk":
+            columns = 1
         grid = (columns, 1 + self.rows if way.startswith("small") else 1)
+        self.taken.add(way)
         module = self.dispatches if phase == "dispatch" else self.combines
         suffix = "" if phase == "dispatch" else {0: "_bf16", 1: "_fp16", 2: "_fp32"}[_TYPES.index(self.case.dtype)]
         told = [structs[rank] for rank in (self.active if ranks is None else ranks)]
@@ -479,8 +491,12 @@ def test_a_rank_masked_out_since_the_dispatch_adds_nothing(modules: Modules, reg
 @pytest.mark.parametrize("regime", [regime for regime in REGIMES if regime != "push"])  # dispatch's are three
 @pytest.mark.parametrize("wire", [name for name in params.WIRE_FORMATS if name is not None])
 def test_formats_are_made_on_the_way_bit_for_bit(modules: Modules, wire: str, regime: str) -> None:
-    # One whole chunk of 512 elements and a part of one; mxfp8 rows need not be whole blocks.
-    case = Case(ep_size=2, hidden_size=620 if wire == "mxfp8" else 640, max_num_tokens=6)
+    # One whole chunk of 512 elements and a part of one; mxfp8 rows need not be whole blocks. In whole words: one group
+    # of elements for a thread, two where they have 4 bits.
+    hidden_size = 620 if wire == "mxfp8" else 640
+    if regime == "small_words":
+        hidden_size = 1280 if wire.endswith("fp4") else 768
+    case = Case(ep_size=2, hidden_size=hidden_size, max_num_tokens=6)
     ranks = Ranks(modules, case, regime, wire=wire, rows=1)
     for seed in range(2):
         round = draw(case, seed)
@@ -493,6 +509,7 @@ def test_formats_are_made_on_the_way_bit_for_bit(modules: Modules, wire: str, re
         hidden[:, 128] = 6
         hidden[:, 160:192] = 448 - 16 * torch.arange(32)
         ranks.play(round, segments=2)
+    assert ranks.taken == {regime}
 
 
 @pytest.mark.parametrize("regime", REGIMES)

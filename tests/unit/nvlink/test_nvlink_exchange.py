@@ -551,7 +551,7 @@ def test_ranks_that_take_different_ways_are_told_apart() -> None:
     )
     used.dispatch(call)
     used.dispatch(call._replace(rows=(rows, MORE[:3, :8], ids, ids), quantize=None, like=object()))
-    assert [each[0] for each in seen] == ["dispatch_small_bytes", "dispatch_bulk"]
+    assert [each[0] for each in seen] == ["dispatch_small_words", "dispatch_bulk"]
     assert seen[0][3]["digest"] != seen[1][3]["digest"]
 
 
