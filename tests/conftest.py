@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Generator
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ from ranks import Ranks
 from a2a.comm import launcher
 
 _RANKS = pytest.StashKey[Ranks]()
+_LAST_WORDS_S = 2.0
+"""How long a rank that failed waits before it ends the job: its launcher drops what it has not passed on by then."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,5 +68,6 @@ def _end_job(config: pytest.Config, what: str, text: str) -> NoReturn:
     if started_by.kind in launcher.MPI_KINDS:
         from a2a.comm import mpi
 
+        time.sleep(_LAST_WORDS_S)
         mpi.abort(1)
     os._exit(1)
