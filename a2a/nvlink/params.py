@@ -304,6 +304,7 @@ def device_source() -> str:
         "using u64 = unsigned long long; using i64 = long long;",
         f"constexpr u32 MAX_CTAS = {MAX_CTAS}, MAX_THREADS = {MAX_THREADS}, MAX_SMALL_THREADS = {MAX_SMALL_THREADS};",
         f"[[maybe_unused]] constexpr u32 MAX_PUSHED_SEGMENTS = {MAX_PUSHED_SEGMENTS};",
+        f"[[maybe_unused]] constexpr u32 MAX_LANDING_TOKENS = {MAX_LANDING_TOKENS};",
         *(
             f"[[maybe_unused]] constexpr u32 WIRE_{name.upper()} = {number};"
             for number, name in enumerate(WIRE_FORMATS)

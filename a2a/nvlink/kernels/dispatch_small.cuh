@@ -53,13 +53,16 @@ struct Landing {
   }
 };
 
-// Sends one part to every rank of its token, `line` being where it goes at rank 0. In token order our own row needs no
-// line: it is put in its place at once.
+// Whether our own rows need no line. In token order they are put in their places at once, in compact order from where they
+// came once their slots are known; what has been quantised is nowhere else.
+constexpr bool OWN_STAYS = ROW_ORDER_TOKEN || !WIRE_FORMAT;
+
+// Sends one part to every rank of its token, `line` being where it goes at rank 0.
 __device__ __forceinline__ void send_part(const DispatchParams& p, const RankSet& ranks, u64 line, u64 low, u64 high) {
 #pragma unroll
   for (u32 i = 0; i < RANK_WORDS; ++i) {
     u32 left = ranks.words[i];
-    if (ROW_ORDER_TOKEN && p.ep_rank / 32 == i) left &= ~(1u << p.ep_rank % 32);
+    if (OWN_STAYS && p.ep_rank / 32 == i) left &= ~(1u << p.ep_rank % 32);
 #pragma unroll 1
     while (left) {
       const u32 dst_rank = i * 32 + __ffs(left) - 1;
@@ -124,32 +127,46 @@ __device__ __forceinline__ void dispatch_small_routing(const DispatchParams& p, 
     void_dispatch(p, threadIdx.x, blockDim.x);
 }
 
-// Waits for a part of one row from one source, and puts it in its place: its line has come, or the word that says that
-// there will be none.
-template <bool WORDS>
+// Waits for a part of one row from one source, and puts it in its place: its line has come, or the words that say that
+// there will be none and, in compact order, how many come before it. OWN: it is ours, and lies where it came from.
+template <bool WORDS, bool OWN>
 __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Round& round, u32 src_rank, bool active,
                                              u32 token, const u64* words, const u64* line, bool inside,
                                              const Part& here) {
-  u64 low = 0, high = 0;
+  // All up to the token's count in compact order, and a lane has one of them: the small regime has no more.
+  static_assert(MAX_LANDING_TOKENS <= 32 * 32, "");
+  const u32 at = ROW_ORDER_TOKEN ? token / 32 : threadIdx.x % 32;
+  const bool counts = at <= token / 32;
+  u64 low = 0, high = 0, word = 0;
   bool hit = false;
-  // Both are looked at together: neither waits for the other, and a line that is here needs no word.
+  if (OWN && inside && token < p.num_tokens) {
+    low = here.low.load<WORDS>(token);
+    high = here.high.load<WORDS>(token);
+  }
+  // Both are looked at together: neither waits for the other, and a line that is here needs no word in token order.
   Patience patience;
   while (active) {
-    const u64 word = load_relaxed(words + token / 32);
-    if (inside) load_line_part(line, low, high);
-    const u32 tag = u32(__shfl_sync(ALL_LANES, high, threadIdx.x % 32 | 7) >> 32);
-    const bool told = u32(word >> 32) == round.number;
-    hit = inside && tag == round.number;
-    const bool missing = told && !(word >> (token % 32) & 1);
-    if (__all_sync(ALL_LANES, hit || missing || !inside)) break;
+    word = counts ? load_relaxed(words + at) : u64(round.number) << 32;
+    if (!OWN && inside) load_line_part(line, low, high);
+    bool told = u32(word >> 32) == round.number;
+    u32 bits = u32(word);
+    if (!ROW_ORDER_TOKEN) {
+      told = __all_sync(ALL_LANES, told);
+      bits = __shfl_sync(ALL_LANES, bits, token / 32);
+    }
+    const bool comes = bits >> (token % 32) & 1;
+    const u32 tag = OWN ? 0 : u32(__shfl_sync(ALL_LANES, high, threadIdx.x % 32 | 7) >> 32);
+    hit = inside && (OWN ? told && comes : tag == round.number);
+    const bool settled = hit || (told && !comes) || !inside;
+    if (__all_sync(ALL_LANES, settled && (ROW_ORDER_TOKEN || told))) break;
     if (__any_sync(ALL_LANES, give_up(round, patience, told ? SIGNAL_ROW : SIGNAL_BITS, src_rank,
                                       told ? tag : u32(word >> 32))))
       return false;
   }
   u32 slot = token;
   if (!ROW_ORDER_TOKEN) {
-    u32 before = 0;
-    if (active && !bits_before(round, words, token, src_rank, before)) return false;
+    const u32 earlier = at < token / 32 ? ALL_LANES : (1u << token % 32) - 1;
+    const u32 before = __reduce_add_sync(ALL_LANES, counts ? __popc(u32(word) & earlier) : 0);
     // Padded slots are shared out among the tokens that did not come, from the block's end: no count is needed.
     slot = hit ? before : p.runtime_max_tokens_per_rank - 1 - (token - before);
   }
@@ -248,16 +265,24 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       high = here.high.load<WORDS>(token + rows);
 #endif
     }
+    if (OWN_STAYS && !ROW_ORDER_TOKEN) {
+      // While the others' are on the wire.
+      const u64* const words = all_words + (round.parity * EP_SIZE + p.ep_rank) * max_words(p.max_num_tokens);
+#pragma unroll 1
+      for (u32 token = first; fine && token < tokens; token += rows)
+        fine = receive_part<WORDS, true>(p, round, p.ep_rank, !RANK_MASK || active.has(p.ep_rank), token, words, nullptr,
+                                         inside, here);
+    }
     u64 inbox = landing.mine + in_parity;
 #pragma unroll 1
     for (u32 token = first; fine && token < tokens; token += rows) {
 #pragma unroll 1
-      for (u32 i = ROW_ORDER_TOKEN; fine && i < EP_SIZE; ++i) {
-        // Ours first: it is here while the others' are still on the wire.
+      for (u32 i = OWN_STAYS; fine && i < EP_SIZE; ++i) {
+        // Ours first, where it has a line: it is here already.
         const u32 src_rank = (p.ep_rank + i) % EP_SIZE;
-        fine = receive_part<WORDS>(p, round, src_rank, !RANK_MASK || active.has(src_rank), token,
-                                   all_words + (round.parity * EP_SIZE + src_rank) * max_words(p.max_num_tokens),
-                                   reinterpret_cast<const u64*>(inbox + src_rank * landing.of_source), inside, here);
+        fine = receive_part<WORDS, false>(p, round, src_rank, !RANK_MASK || active.has(src_rank), token,
+                                          all_words + (round.parity * EP_SIZE + src_rank) * max_words(p.max_num_tokens),
+                                          reinterpret_cast<const u64*>(inbox + src_rank * landing.of_source), inside, here);
       }
       inbox += rows * num_lines * LINE_BYTES;
     }
