@@ -276,7 +276,8 @@ class RoundContext:
             raise
         shared.transport.dispatch(call)
         if is_new:
-            # What is refused, by this rank or another, leaves nothing behind.
+            # What is refused leaves nothing behind. On GPUs a peer may refuse later; room once claimed stays claimed, for
+            # a graph may replay such a round.
             shared.layout.claim_dispatch([payload.row_bytes for payload in geometry.payloads])
             _keep(self._payload_plans, key, plan)
         self._state = _DISPATCHED
@@ -510,7 +511,7 @@ class RoundContext:
             if payload_in_workspace:
                 self._check_in_workspace(blocks, plan.row_bytes)
             if output is None:
-                output = torch.empty((this.num_tokens, plan.out_width), dtype=plan.out_dtype, device=blocks.device)
+                output = self._made_output((this.num_tokens, plan.out_width), plan.out_dtype, blocks.device, stream)
             self._attempt += 1
             # By position: by name takes twice as long.
             call = CombineCall(
@@ -918,6 +919,16 @@ class RoundContext:
             stream = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
         on: contextlib.AbstractContextManager[Any] = torch.cuda.stream(stream)
         return on
+
+    def _made_output(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, stream: Any) -> Tensor:
+        if stream is None or device.type != "cuda":
+            return torch.empty(shape, dtype=dtype, device=device)
+        # Memory that the current stream may still have a use for must not be written by the other one; and the caller
+        # reads it on the current one.
+        with self._on(stream):
+            output = torch.empty(shape, dtype=dtype, device=device)
+        output.record_stream(torch.cuda.current_stream(device))
+        return output
 
     def _forget_views(self) -> None:
         self._address = None

@@ -141,11 +141,9 @@ class WorkspaceLayout:
 
     def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
         """Told of the widths of every dispatch that has begun, for layouts that move by them; refused ones are none."""
-        return
 
     def claim_combine(self, row_bytes: int) -> None:
         """The same for a combine, and for its rows that are handed out to be written."""
-        return
 
 
 class SharedAreaLayout(WorkspaceLayout):

@@ -133,21 +133,17 @@ class MoeAlltoAll:
         alone = told is None and mapping.moe_ep_size == 1
         comm = ep_group(SingleComm() if alone else engine_comm(told, timeout_s=timeout_s), mapping)
         ep_size = comm.Get_size()
-        sizes: dict[str, Any] = {"hidden_size": hidden_size}
-        payload_bytes = None
-        if workspace_size_per_rank is not None:
-            payload_bytes = payload_bytes_of(workspace_size_per_rank, ep_size, max_num_tokens, eplb_stats_num_experts)
-            # The most that a token may take in either direction; what both take together is the layout's to watch.
-            sizes = {"hidden_size": max(1, payload_bytes // (ep_size * max_num_tokens) // 2)}
-            sizes["name"] = f"flashinfer, {payload_bytes} bytes for rows"
-        elif hidden_size is None:
-            raise ConfigError(
-                what="workspace_size_per_rank, hidden_size", got=(None, None), wanted="at least one of them"
-            )
-        else:
+        if workspace_size_per_rank is None:
+            if hidden_size is None:
+                raise ConfigError(
+                    what="workspace_size_per_rank, hidden_size", got=(None, None), wanted="at least one of them"
+                )
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
                 ep_size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=eplb_stats_num_experts
             )
+        payload_bytes = payload_bytes_of(workspace_size_per_rank, ep_size, max_num_tokens, eplb_stats_num_experts)
+        # The most that a token may take in either direction; what both take together is the layout's to watch.
+        most_elements = max(1, payload_bytes // (ep_size * max_num_tokens) // 2)
         build = functools.partial(
             Rounds,
             payload_bytes,
@@ -158,7 +154,8 @@ class MoeAlltoAll:
             num_experts=num_experts,
             eplb_stats_num_experts=eplb_stats_num_experts,
             enable_rank_mask=enable_rank_mask,
-            **sizes,
+            hidden_size=most_elements,
+            name=f"flashinfer, {payload_bytes} bytes for rows",
         )
         key = (
             (comm.Get_rank(), ep_size, max_num_tokens, top_k, num_experts, eplb_stats_num_experts, enable_rank_mask),

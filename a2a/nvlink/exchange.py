@@ -28,6 +28,7 @@ from a2a.nvlink.params import (
     MAX_THREADS,
     OUTPUT_TYPES,
     PIECE_BYTES,
+    ROUND_NUMBERS,
     TYPE_NAMES,
     WIRE_FORMATS,
     CombineParams,
@@ -37,7 +38,9 @@ from a2a.nvlink.params import (
     device_source,
     image_bytes,
     landing_tokens,
+    later_round,
     lines,
+    next_round,
     pushed_rows_fit,
 )
 from a2a.nvlink.quantize_rows import fill
@@ -55,7 +58,6 @@ _SEGMENT_BYTES: Final = 1024
 """A row is not cut into less, however few rows there are."""
 _CROWDED_UNIT_BYTES: Final = 7 * 512
 """What a warp has in flight at once at least, where fewer CTAs than were found best must keep the link busy."""
-_ROUND_NUMBERS: Final = 1 << 32
 _DISPATCH_OFFSETS: Final = tuple(name for name, _ in DispatchParams._fields_ if name.endswith("_offset"))
 _COMBINE_OFFSETS: Final = tuple(name for name, _ in CombineParams._fields_ if name.endswith("_offset"))
 _WAYS: Final = {"small": ("small_words", "small_bytes")}
@@ -203,12 +205,13 @@ class Exchange:
         params.payload_rows[: len(addresses)] = addresses
         params.topk_ids = ids.data_ptr()
         params.eplb_local_stats = 0 if stats is None else stats.data_ptr()
+        scale = None
         if call.quantize is not None:
             scale = call.quantize.global_scale
             params.global_scale = 0 if scale is None else scale.data_ptr()
         launch.kernel.launch(stream.cuda_stream, pdl=launch.pdl)
         if call.stream is not None:
-            self._used_on(stream, [*call.rows, ids, stats])
+            self._used_on(stream, [*call.rows, ids, stats, scale])
 
     def _dispatch_launch(self, call: DispatchCall, addresses: Sequence[int]) -> _Launch:
         """The kernel for a call, prepared."""
@@ -300,7 +303,7 @@ class Exchange:
             # Rows of the wire are made there, and are narrower.
             with torch.cuda.stream(stream):
                 payload = payload.clone()
-        elif self._is_overwritten(call, offset):
+        elif not makes_wire and self._is_overwritten(call, offset):
             with torch.cuda.stream(stream):
                 payload = self._staged(payload, call.context)
         # What was moved to the area needs no staging.
@@ -442,7 +445,7 @@ class Exchange:
     def rounds(self) -> list[int]:
         """The last round that any kernel of each context has played. Waits for the device."""
         words = [self._round_state(context)[:2].tolist() for context in range(self._config.num_contexts)]
-        return [max(word % _ROUND_NUMBERS for word in of_context) for of_context in words]
+        return [later_round(*(word % ROUND_NUMBERS for word in of_context)) for of_context in words]
 
     def start_over(self, rounds: Sequence[int]) -> None:
         """Go on after `rounds` (per context, equal on all ranks, beyond what any has played), without failures."""
@@ -450,10 +453,10 @@ class Exchange:
             state = self._round_state(context)
             state.zero_()
             # Numbers of 32 bits without a sign, in words with one.
-            state[:2] = (played + _ROUND_NUMBERS // 2) % _ROUND_NUMBERS - _ROUND_NUMBERS // 2
+            state[:2] = (played + ROUND_NUMBERS // 2) % ROUND_NUMBERS - ROUND_NUMBERS // 2
             words = self.words[context]
             words.recorded = words.kind = words.abort = 0
-            words.first_round = played + 1
+            words.first_round = next_round(played)
         torch.cuda.current_stream(self.device).synchronize()
 
     def _round_state(self, context: int) -> Tensor:
@@ -584,7 +587,8 @@ class Exchange:
                 kernel, point, num_bytes, num_sms, one_cta=fused, shared_bytes=_shared_bytes(num_bytes, fused)
             )
             one_sweep = columns * threads >= lines(num_bytes) * _LINE_THREADS
-            answer = self._whole[key] = one_sweep and not any(width % PIECE_BYTES for width in widths)
+            # A row without bytes has no address, and the first payload's is read past the end of an image.
+            answer = self._whole[key] = one_sweep and not any(width % PIECE_BYTES or not width for width in widths)
         return answer
 
     def _small_columns(

@@ -36,8 +36,8 @@ Rounds
     writes, so no CTA sees it change. No round has the number 0, which all memory bears at first: behind 2^32 - 1 comes
     2, which keeps the parities in turn.
     A reset (all ranks' launched work done, then a barrier, then this, then a barrier) writes dispatch_round =
-    combine_round = N on all ranks, N >= max over ranks of dispatch_round + 1, and zeroes the rest of round_state;
-    HostWords.first_round = N + 1 gives the next round the start-up budget again.
+    combine_round = N on all ranks, N being `next_round` of the latest that any rank has played (`later_round`), and
+    zeroes the rest of round_state; HostWords.first_round = next_round(N) gives that round the start-up budget again.
 
 Regimes
     "small", "bulk" or, for combine, "push", as the regime table has it for R, the widths of the rows and ep. Must be
@@ -58,7 +58,8 @@ Kernels, of dispatch.cu a module for each wire format it makes, of combine.cu tw
 
 Launch rules
     block: (x, 1, 1), x a multiple of 32 up to MAX_THREADS; small launches but those of a quantising dispatch:
-        MAX_SMALL_THREADS; bulk and push with quantised output: 3/4 of MAX_THREADS.
+        MAX_SMALL_THREADS; bulk and push with quantised output: 3/4 of MAX_THREADS. What a kernel was compiled for
+        bounds it in any case.
     small dispatch: grid (c, 1 + y, 1): row 0 of the grid routes and counts, rows 1.. walk the tokens 0..R-1.
         c * x / 8 should cover the lines of a row (`lines(image_bytes(...))`), y = R; any c, y >= 1 is right.
         With a quantising wire format c must be 1 and dynamic shared memory `image_bytes(...)`, rounded up to 16.
@@ -111,6 +112,7 @@ PIECE_BYTES: Final = 8
 ROUND_STATE_BYTES: Final = 2048
 HEADER_BYTES: Final = 32
 MAX_LANDING_TOKENS: Final = 512
+ROUND_NUMBERS: Final = 1 << 32
 LANDING_BUDGET_BYTES: Final = 64 << 20
 """Landing areas of all contexts together take at most this."""
 
@@ -193,7 +195,7 @@ class DispatchParams(ctypes.Structure):
         ("ids_payload", ctypes.c_int32),  # payload whose padded rows get invalid_id, or -1
         ("invalid_id", ctypes.c_int32),
         ("id_bytes", ctypes.c_uint32),  # 4 or 8, of topk_ids
-        ("digest", ctypes.c_uint32),  # of payload count and widths; compared with every peer's
+        ("digest", ctypes.c_uint32),  # of widths, statistics and regime; compared with every peer's
         ("landing_tokens", ctypes.c_uint32),  # T
         ("num_eplb_stats", ctypes.c_uint32),  # Es when eplb_local_stats is given, else 0; equal on all ranks
         ("segments", ctypes.c_uint32),  # units that a row is cut into; bulk
@@ -251,7 +253,7 @@ class CombineParams(ctypes.Structure):
         ("row_elements", ctypes.c_uint32),  # H'
         ("output_type", ctypes.c_uint32),  # index into OUTPUT_TYPES
         ("staged", ctypes.c_uint32),  # bulk: 1 if payload is not the combine area and must be copied there
-        ("digest", ctypes.c_uint32),  # of row width and type; compared with every peer's
+        ("digest", ctypes.c_uint32),  # of width, type and place of the rows; compared with every peer's
         ("landing_tokens", ctypes.c_uint32),
         ("segments", ctypes.c_uint32),
         ("row_pitch", ctypes.c_uint32),  # bytes from one row to the next; combine_bulk_e4m3
@@ -359,6 +361,16 @@ def _max_lines(config: ExchangeConfig) -> tuple[int, int]:
     # Widths vary per round; each of MAX_PAYLOADS payloads may lose 7 bytes to its boundary.
     dispatch = config.dispatch_bytes_per_token + (PIECE_BYTES - 1) * MAX_PAYLOADS
     return lines(dispatch), lines(config.combine_bytes_per_token)
+
+
+def next_round(number: int) -> int:
+    """The number of the round behind one."""
+    return 2 if number == ROUND_NUMBERS - 1 else number + 1
+
+
+def later_round(one: int, other: int) -> int:
+    """The later of two rounds, which are fewer than half of all numbers apart."""
+    return one if (one - other) % ROUND_NUMBERS < ROUND_NUMBERS // 2 else other
 
 
 def landing_tokens(config: ExchangeConfig) -> int:

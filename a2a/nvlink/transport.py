@@ -15,6 +15,7 @@ Importing this module needs no CUDA package; `reasons` says what is missing.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -43,7 +44,7 @@ from a2a.errors import (
     from_facts,
 )
 from a2a.layout import WorkspaceLayout
-from a2a.nvlink.params import KINDS, PHASES, control_regions
+from a2a.nvlink.params import KINDS, PHASES, control_regions, later_round, next_round
 from a2a.nvlink.tuning import Tuning, find_tuning
 from a2a.placement import Placement
 from a2a.transport import CombineCall, DispatchCall, Transport
@@ -355,7 +356,7 @@ class NvlinkTransport(Transport):
             mesh.signal(_PLAYED, 0, 0, json.dumps(played).encode(), peers=peers)
             heard = mesh.wait(_PLAYED, 0, 0, peers=peers, timeout_s=max(deadline - time.monotonic(), 0.0))
             everyone = [played, *(json.loads(body) for body in heard.values())]
-            self._base = [max(rounds) + 1 for rounds in zip(*everyone, strict=True)]
+            self._base = [next_round(functools.reduce(later_round, rounds)) for rounds in zip(*everyone, strict=True)]
             exchange.start_over(self._base)
             self._launched.clear()
             self._told.clear()

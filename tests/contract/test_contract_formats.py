@@ -225,13 +225,16 @@ def low_precision(comm: Comm, transport: str, hidden: int, row_order: str) -> No
                 torch.randn((ep, MOST, hidden), generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(ep)
             ]
             wanted = reference.combine(ids, payloads, moe.placement, row_order=row_order, low_precision=True)[rank]
-            for in_workspace in (True, False):
-                moe.dispatch(ids[rank].to(device), [ids[rank].to(device)], MOST)
+            for place in ("combine area", "dispatch area", "memory of its own"):
+                sent = [ids[rank].to(device), payloads[rank][0, : len(ids[rank])].to(device)]
+                views = moe.dispatch(sent[0], sent, MOST)
                 payload = payloads[rank].to(device)
-                if in_workspace:
+                if place == "combine area":
                     payload = moe.get_combine_payload_tensor_in_workspace(MOST, hidden, dtype).copy_(payload)
-                got = moe.combine(payload, MOST, payload_in_workspace=in_workspace, use_low_precision=True)
-                assert_equal(f"low precision {dtype} {in_workspace}", got, wanted)
+                if place == "dispatch area":
+                    payload = views[1].copy_(payload)
+                got = moe.combine(payload, MOST, payload_in_workspace=place == "combine area", use_low_precision=True)
+                assert_equal(f"low precision {dtype}, {place}", got, wanted)
             if dtype == torch.bfloat16:
                 _within_stated_error(ids, payloads, moe, wanted, row_order)
 

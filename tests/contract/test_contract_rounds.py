@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from exchange_case import Case, draw, play
+from exchange_case import Case, assert_receipt, draw, play
 from ranks import Ranks
 
 import a2a
@@ -118,6 +118,26 @@ def exact_sums(comm: Comm, transport: str) -> None:
             ranks = torch.tensor([len(set(row.tolist())) for row in owners])
             assert torch.equal(combined.cpu(), rows.cpu() * ranks[:, None].bfloat16())
             assert ep >= int(ranks.max())
+
+
+def payload_without_bytes(comm: Comm, transport: str) -> None:
+    """Any payload may have rows of no bytes, and so no address; the others come as ever."""
+    case = Case(ep_size=comm.Get_size(), max_num_tokens=8)
+    with a2a.MoeAlltoAll(**case.constructor(), comm=comm, transport=transport) as moe:
+        drawn = draw(case, 4)
+        rank, device, most = comm.Get_rank(), moe.workspace.device, drawn.runtime_max_tokens_per_rank
+        rows = [each.to(device) for each in drawn.inputs[rank].payloads]
+        wanted = drawn.receipts()[rank]
+        for place in (0, 1, len(rows)):
+            given = [*rows[:place], torch.empty((len(rows[0]), 0), dtype=torch.uint8, device=device), *rows[place:]]
+            views = moe.dispatch(rows[1], given, most)
+            assert views.pop(place).shape == (case.ep_size, most, 0)
+            assert_receipt(wanted, views)
+            moe.combine(views[0].clone(), most)
+
+
+def test_a_payload_may_have_no_bytes(run_ranks: Ranks, transport: str) -> None:
+    run_ranks(payload_without_bytes, 2, transport)
 
 
 def test_identity_experts_sum_exactly(run_ranks: Ranks, transport: str) -> None:

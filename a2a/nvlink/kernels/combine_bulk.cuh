@@ -219,7 +219,7 @@ __device__ __forceinline__ void combine_bulk(const CombineParams& p) {
   // Whose rows the first unit wants is known here, and looked up while the others' words are on their way.
   const u32 units = p.num_tokens * p.segments;
   Holders holders;
-  if (warp < adders && self < units) holders.load(p, self / p.segments);
+  if (TYPE != TYPE_E4M3 && warp < adders && self < units) holders.load(p, self / p.segments);
   // Every CTA waits for all ranks, then reads.
   bool fine = true;
   for (u32 rank = warp; fine && rank < EP_SIZE; rank += adders + 1) {

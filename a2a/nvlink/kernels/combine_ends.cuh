@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_headers(const CombineParams& p, const Round
   }
 }
 
-// One lane per rank waits for its header and compares; lanes of one warp may call it with ranks of their own.
+// Waits for a rank's header and compares. Lanes of one warp may call it with ranks of their own, or all with the same.
 __device__ __forceinline__ bool check_header(const CombineParams& p, const Round& round, u32 rank, u32& num_flags) {
   const u64* const header = combine_header(p, p.ep_rank, round.parity, rank);
   u32 tokens, digest;

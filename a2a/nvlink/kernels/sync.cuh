@@ -283,7 +283,8 @@ __device__ __forceinline__ bool await_flag(const Round& round, const u32* from, 
 }
 
 // Waits for a header of three words. Where the last was published behind release_rows (bulk), what that released is
-// acquired; where it was not (push and small), a header orders nothing, and rows have flags or tags of their own. All are looked at together, as each look takes as long as the memory is far.
+// acquired; where it was not (push and small), a header orders nothing, and rows have flags or tags of their own. All are
+// looked at together, as each look takes as long as the memory is far.
 __device__ __forceinline__ bool await_header(const Round& round, const u64* from, u32 peer, u32& first, u32& second,
                                              u32& last) {
   Patience patience;

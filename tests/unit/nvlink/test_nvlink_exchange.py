@@ -444,6 +444,30 @@ def test_whole_words_are_decided_by_the_size_of_the_round() -> None:
     assert all(_covers_a_row(*launch) for launch in seen if "small_words" in launch[0])
 
 
+def test_a_payload_without_bytes_has_no_words() -> None:
+    """Nothing lies at its address, which kernels of whole words read behind the end of a row."""
+    used, seen = exchange()
+    call = one_token()
+    none = torch.zeros((1, 0), dtype=torch.uint8)
+    used.dispatch(
+        call._replace(
+            payloads=(Payload(0, call.payloads[0].offset_bytes, None), *call.payloads), rows=(none, *call.rows)
+        )
+    )
+    assert seen[0][0] == "dispatch_small_bytes"
+
+
+def test_rows_of_the_e4m3_wire_are_made_of_rows_that_lie_in_the_dispatch_area() -> None:
+    """Straight from there: moved to the combine area they would lie where the narrower ones are made."""
+    used, seen = exchange()
+    call = _large_combine(low_precision=True)
+    start = LAYOUT.region("dispatch", call.context).offset_bytes
+    view = WORKSPACE[1, start : start + BLOCKS.numel() * 2].view(torch.bfloat16).view(BLOCKS.shape)
+    used.combine(call._replace(payload=view))
+    fields = seen[-1][3]
+    assert fields["payload"] == view.data_ptr() and fields["staged"] == 1
+
+
 def test_a_repeated_call_prepares_nothing() -> None:
     used, seen = exchange()
     call = one_token()
@@ -498,7 +522,9 @@ def test_a_repeated_call_goes_to_its_own_stream() -> None:
     entered: list[Any] = []
     kept: list[tuple[int, set[int]]] = []
     used._enter = lambda stream: entered.append(stream) or SimpleNamespace(cuda_stream=stream or 7)
-    used._used_on = lambda stream, tensors: kept.append((stream.cuda_stream, {id(each) for each in tensors}))
+    used._used_on = lambda stream, tensors: kept.append(
+        (stream.cuda_stream, {id(each) for each in tensors if each is not None})
+    )
     call = one_token()._replace(eplb_local_stats=STATS)
     ended = combine_call(random.Random(1), call, {})._replace(low_precision=False)
     made = quantized(random.Random(2), ended, {})
@@ -515,6 +541,8 @@ def test_a_repeated_call_goes_to_its_own_stream() -> None:
     written = {id(each) for each in (made.output, made.output_scales, scale)}
     # And the sums, which are nobody else's.
     assert set(entered[10:]) == {9} and len(kept[6][1] - written - {id(ended.payload)}) == 1 and written < kept[6][1]
+    used.dispatch(fused_call()._replace(quantize=Quantize(wire_format("nvfp4"), 0, scale), stream=9))
+    assert id(scale) in kept[7][1]
 
 
 @pytest.mark.parametrize("played", [5, 2**31 - 1, 2**32 - 2])
@@ -524,7 +552,36 @@ def test_rounds_start_over_at_any_number(played: int, monkeypatch: pytest.Monkey
     used.words = (params.HostWords(), params.HostWords())
     used.start_over([played, played + 1])
     assert used.rounds() == [played, played + 1]
-    assert [words.first_round for words in used.words] == [played + 1, (played + 2) % 2**32]
+    assert [words.first_round for words in used.words] == [params.next_round(played), params.next_round(played + 1)]
+
+
+def test_the_later_of_two_rounds_is_known_behind_the_last_number() -> None:
+    used, _ = exchange()
+    for context, (dispatched, combined, later) in enumerate([(2**32 - 1, 2, 2), (7, 8, 8)]):
+        start = LAYOUT.region("round_state", context).offset_bytes
+        WORKSPACE[1, start : start + 8].view(torch.uint32).copy_(
+            torch.tensor([dispatched, combined], dtype=torch.uint32)
+        )
+        assert used.rounds()[context] == later
+    WORKSPACE.zero_()
+    assert [params.next_round(number) for number in (0, 5, 2**32 - 2, 2**32 - 1)] == [1, 6, 2**32 - 1, 2]
+    assert params.later_round(3, 2**32 - 2) == 3 and params.later_round(2**31 + 5, 2**31) == 2**31 + 5
+
+
+def fused_call() -> DispatchCall:
+    rows, ids = ROWS[torch.bfloat16][:3], IDS[torch.int32][:3]
+    widths = [256, 8, 16, 16]
+    offsets = LAYOUT.payload_offsets(widths, 0)
+    return dispatch_call(random.Random(1))._replace(
+        context=0,
+        topk_ids=ids,
+        payloads=tuple(Payload(width, at, None) for width, at in zip(widths, offsets, strict=True)),
+        rows=(rows, None, ids, ids),
+        runtime_max_tokens_per_rank=100,
+        quantize=FUSED,
+        eplb_local_stats=None,
+        num_sms=None,
+    )
 
 
 def test_ranks_that_take_different_ways_are_told_apart() -> None:
@@ -536,19 +593,8 @@ def test_ranks_that_take_different_ways_are_told_apart() -> None:
     # At this size rows that are copied go in bulk, and rows that are made do not.
     here = [dataclasses.replace(each, ep_size=2, row_bytes=296, tokens=100, pair_us=0.0) for each in (small, bulk)]
     used.tune(used.tuning.with_points(here, "made up"))
-    rows, ids = ROWS[torch.bfloat16][:3], IDS[torch.int32][:3]
-    offsets = LAYOUT.payload_offsets([256, 8, 16, 16], 0)
-    widths = [256, 8, 16, 16]
-    call = dispatch_call(random.Random(1))._replace(
-        context=0,
-        topk_ids=ids,
-        payloads=tuple(Payload(width, at, None) for width, at in zip(widths, offsets, strict=True)),
-        rows=(rows, None, ids, ids),
-        runtime_max_tokens_per_rank=100,
-        quantize=FUSED,
-        eplb_local_stats=None,
-        num_sms=None,
-    )
+    call = fused_call()
+    rows, ids = call.rows[0], call.topk_ids
     used.dispatch(call)
     used.dispatch(call._replace(rows=(rows, MORE[:3, :8], ids, ids), quantize=None, like=object()))
     assert [each[0] for each in seen] == ["dispatch_small_words", "dispatch_bulk"]
