@@ -276,8 +276,8 @@ class RoundContext:
             raise
         shared.transport.dispatch(call)
         if is_new:
-            # What is refused leaves nothing behind. On GPUs a peer may refuse later; room once claimed stays claimed, for
-            # a graph may replay such a round.
+            # What is refused leaves nothing behind. On GPUs a peer may refuse later; room once claimed stays claimed
+            # then, since a graph may replay such a round.
             shared.layout.claim_dispatch([payload.row_bytes for payload in geometry.payloads])
             _keep(self._payload_plans, key, plan)
         self._state = _DISPATCHED
