@@ -136,7 +136,6 @@ __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Roun
   // All up to the token's count in compact order, and a lane has one of them: the small regime has no more.
   static_assert(MAX_LANDING_TOKENS <= 32 * 32, "");
   const u32 at = ROW_ORDER_TOKEN ? token / 32 : threadIdx.x % 32;
-  const bool counts = at <= token / 32;
   u64 low = 0, high = 0, word = 0;
   bool hit = false;
   if (OWN && inside && token < p.num_tokens) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Roun
   // Both are looked at together: neither waits for the other, and a line that is here needs no word in token order.
   Patience patience;
   while (active) {
-    word = counts ? load_relaxed(words + at) : u64(round.number) << 32;
+    word = load_relaxed(words + min(at, token / 32));
     if (!OWN && inside) load_line_part(line, low, high);
     bool told = u32(word >> 32) == round.number;
     u32 bits = u32(word);
@@ -166,7 +165,7 @@ __device__ __forceinline__ bool receive_part(const DispatchParams& p, const Roun
   u32 slot = token;
   if (!ROW_ORDER_TOKEN) {
     const u32 earlier = at < token / 32 ? ALL_LANES : (1u << token % 32) - 1;
-    const u32 before = __reduce_add_sync(ALL_LANES, counts ? __popc(u32(word) & earlier) : 0);
+    const u32 before = __reduce_add_sync(ALL_LANES, at > token / 32 ? 0 : __popc(u32(word) & earlier));
     // Padded slots are shared out among the tokens that did not come, from the block's end: no count is needed.
     slot = hit ? before : p.runtime_max_tokens_per_rank - 1 - (token - before);
   }
@@ -188,7 +187,6 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
   const u32 tokens = p.runtime_max_tokens_per_rank, first = blockIdx.y - 1, rows = gridDim.y - 1;
   const u32 num_lines = (image_bytes(p) + LINE_DATA_BYTES - 1) / LINE_DATA_BYTES;
   const u32 num_ctas = gridDim.x * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
-  const u64* const all_words = valid_words(mine, p.valid_bits_offset, p.max_num_tokens, 0, 0);
   const u32 own_row = p.ep_rank * tokens;
   RankSet active;
   Round round;
@@ -207,7 +205,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     const u8* const high_from = here.high.from + u64(first) * here.high.row_bytes;
     if (WORDS || !begun) {
       if (!known_by_now(landing.ours, landing.mine, landing.of_source, state, first_ids, low_from, high_from, here.low.to,
-                        here.high.to, all_words))
+                        here.high.to))
         return;
       await_previous_kernel();
       next_kernel_may_come();
@@ -267,7 +265,7 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
     }
     if (OWN_STAYS && !ROW_ORDER_TOKEN) {
       // While the others' are on the wire.
-      const u64* const words = all_words + (round.parity * EP_SIZE + p.ep_rank) * max_words(p.max_num_tokens);
+      const u64* const words = valid_words(mine, p.valid_bits_offset, p.max_num_tokens, round.parity, p.ep_rank);
 #pragma unroll 1
       for (u32 token = first; fine && token < tokens; token += rows)
         fine = receive_part<WORDS, true>(p, round, p.ep_rank, !RANK_MASK || active.has(p.ep_rank), token, words, nullptr,
@@ -280,8 +278,8 @@ __device__ __forceinline__ void dispatch_small_rows(const DispatchParams& p, u32
       for (u32 i = OWN_STAYS; fine && i < EP_SIZE; ++i) {
         // Ours first, where it has a line: it is here already.
         const u32 src_rank = (p.ep_rank + i) % EP_SIZE;
-        fine = receive_part<WORDS, false>(p, round, src_rank, !RANK_MASK || active.has(src_rank), token,
-                                          all_words + (round.parity * EP_SIZE + src_rank) * max_words(p.max_num_tokens),
+        const u64* const words = valid_words(mine, p.valid_bits_offset, p.max_num_tokens, round.parity, src_rank);
+        fine = receive_part<WORDS, false>(p, round, src_rank, !RANK_MASK || active.has(src_rank), token, words,
                                           reinterpret_cast<const u64*>(inbox + src_rank * landing.of_source), inside, here);
       }
       inbox += rows * num_lines * LINE_BYTES;
