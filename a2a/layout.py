@@ -91,6 +91,7 @@ class WorkspaceLayout:
         self.num_bytes = offset
         self._by_key = {(region.name, region.context): region for region in regions}
         self._dispatch_bytes_per_token = config.dispatch_bytes_per_token
+        self._widest_dispatch_bytes = self._widest_combine_bytes = 0
 
     def _regions_of_context(self, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         config = self.config
@@ -139,11 +140,18 @@ class WorkspaceLayout:
         """Start of the combine area of rounds whose rows take `row_bytes` there: the same for all widths."""
         return self._by_key["combine", context].offset_bytes
 
+    def extent_bytes(self, row_bytes: Sequence[int]) -> int:
+        """What payloads of these widths take."""
+        rows = self.config.ep_size * self.config.max_num_tokens
+        return sum(align(rows * width) for width in row_bytes)
+
     def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
-        """Told of the widths of every dispatch that has begun, for layouts that move by them; refused ones are none."""
+        """Told of the widths of every dispatch that has begun, for layouts that go by the widest; not of refused ones."""
+        self._widest_dispatch_bytes = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
 
     def claim_combine(self, row_bytes: int) -> None:
         """The same for a combine, and for its rows that are handed out to be written."""
+        self._widest_combine_bytes = max(self._widest_combine_bytes, self.extent_bytes((row_bytes,)))
 
 
 class SharedAreaLayout(WorkspaceLayout):
@@ -164,8 +172,6 @@ class SharedAreaLayout(WorkspaceLayout):
         self, config: ExchangeConfig, transport_regions: Sequence[tuple[str, int]] = (), *, payload_bytes: int
     ) -> None:
         self._payload_bytes = payload_bytes
-        self._widest_dispatch_bytes = 0
-        self._widest_combine_bytes = 0
         super().__init__(config, transport_regions)
 
     def _regions_of_context(self, transport_regions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -191,15 +197,6 @@ class SharedAreaLayout(WorkspaceLayout):
         """As in `WorkspaceLayout`: that of the shared area."""
         return self.region("payloads", context).offset_bytes
 
-    def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
-        """Combines must fit beside a dispatch of these widths from now on."""
-        self._widest_dispatch_bytes = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
-
-    def extent_bytes(self, row_bytes: Sequence[int]) -> int:
-        """What payloads of these widths take of the shared area."""
-        rows = self.config.ep_size * self.config.max_num_tokens
-        return sum(align(rows * width) for width in row_bytes)
-
     def combine_offset(self, row_bytes: int, context: int = 0) -> int:
         """Start of the combine area of rounds whose rows take `row_bytes` there."""
         num_bytes = self.extent_bytes((row_bytes,))
@@ -207,10 +204,6 @@ class SharedAreaLayout(WorkspaceLayout):
         self._check_room("combine payload", f"rows of {row_bytes} bytes", self._widest_dispatch_bytes, widest)
         area = self.region("payloads", context)
         return area.offset_bytes + align(area.num_bytes) - num_bytes
-
-    def claim_combine(self, row_bytes: int) -> None:
-        """Dispatches must fit beside combine rows of this width from now on."""
-        self._widest_combine_bytes = max(self._widest_combine_bytes, self.extent_bytes((row_bytes,)))
 
     def _check_room(self, what: str, got: str, dispatch_bytes: int, combine_bytes: int) -> None:
         most = align(self._payload_bytes) + PAYLOAD_SLACK_BYTES
