@@ -146,7 +146,7 @@ class WorkspaceLayout:
         return sum(align(rows * width) for width in row_bytes)
 
     def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
-        """Told of the widths of every dispatch that has begun, for layouts that go by the widest; not of refused ones."""
+        """Told of the widths of every dispatch that has begun, refused ones being none; some layouts go by the widest."""
         self._widest_dispatch_bytes = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
 
     def claim_combine(self, row_bytes: int) -> None:
