@@ -146,7 +146,7 @@ class WorkspaceLayout:
         return sum(align(rows * width) for width in row_bytes)
 
     def claim_dispatch(self, row_bytes: Sequence[int]) -> None:
-        """Told of the widths of every dispatch that has begun, refused ones being none; some layouts go by the widest."""
+        """Told of the widths of every dispatch that has begun; some layouts go by the widest. Refused ones are none."""
         self._widest_dispatch_bytes = max(self._widest_dispatch_bytes, self.extent_bytes(row_bytes))
 
     def claim_combine(self, row_bytes: int) -> None:
