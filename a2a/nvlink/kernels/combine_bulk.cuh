@@ -15,8 +15,9 @@ __device__ __forceinline__ void copy_segment(const CombineParams& p, u64 row, u8
 #pragma unroll
   for (u32 i = 0; i < (TOP_K + 31) / 32; ++i) there.ranks[i] = there.slots[i] = -1;
   if (threadIdx.x % 32 == 0) there.ranks[0] = there.slots[0] = 0;
-  copy_row(reinterpret_cast<const u8*>(p.payload) + row * row_bytes, begin, end, common_alignment(p.payload | row_bytes),
-           there, [&](i32, i32) { return to; });
+  RowBytes bytes;
+  copy_row(bytes, false, reinterpret_cast<const u8*>(p.payload) + row * row_bytes, begin, end,
+           common_alignment(p.payload | row_bytes), there, [&](i32, i32) { return to; });
 }
 
 // Copies a segment of one payload row into this rank's combine area, if the row is anybody's but ours.

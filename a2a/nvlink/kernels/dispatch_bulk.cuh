@@ -12,12 +12,32 @@
 #include "quantize.cuh"
 #endif
 
-// Copies one unit, a segment of every payload of a token, to all its destinations.
+// A segment of one payload's row.
+struct PayloadPart {
+  const u8* from;  // the row
+  u32 row_bytes, begin, end;
+  u32 alignment;  // of every row
+
+  __device__ __forceinline__ PayloadPart(const DispatchParams& p, u32 payload, u32 token, u32 segment) {
+    row_bytes = p.payload_bytes[payload];
+    segment_of(row_bytes, segment, p.segments, begin, end);
+    from = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
+    alignment = common_alignment(p.payload_rows[payload] | row_bytes);
+  }
+};
+
+// Copies one unit, a segment of every payload of a token, to all its destinations. Its first loads pass while these are
+// being found.
 __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& round, const RankSet& active, u32 unit) {
   const u32 token = unit / p.segments, segment = unit % p.segments, lane = threadIdx.x % 32;
   u8* const mine = reinterpret_cast<u8*>(p.workspace + p.ep_rank * p.stride);
 #if WIRE_FORMAT
   QuantizedSegment quantized(p, token, segment);
+#endif
+  RowBytes bytes;
+#if !WIRE_FORMAT
+  const PayloadPart first(p, 0, token, segment);
+  if (first.alignment == 16) bytes.load(first.from, first.begin, first.end);
 #endif
   Destinations to;
   if (ROW_ORDER_TOKEN) {
@@ -36,20 +56,18 @@ __device__ __forceinline__ bool push_unit(const DispatchParams& p, const Round& 
       to.slots[i] = pick < TOP_K ? reinterpret_cast<const i32*>(mine + p.topk_send_indices_offset)[at] : -1;
     }
   }
-  u32 payload = 0;
 #if WIRE_FORMAT
   quantized.push(p, to);
-  payload = SCALES_PAYLOAD + 1;
+  u32 payload = SCALES_PAYLOAD + 1;
+#else
+  u32 payload = 0;
 #endif
+#pragma unroll 1
   for (; payload < p.num_payloads; ++payload) {
-    const u32 row_bytes = p.payload_bytes[payload];
-    u32 begin, end;
-    segment_of(row_bytes, segment, p.segments, begin, end);
-    const u8* const from = reinterpret_cast<const u8*>(p.payload_rows[payload]) + u64(token) * row_bytes;
-    const u32 alignment = common_alignment(p.payload_rows[payload] | row_bytes);
-    copy_row(from, begin, end, alignment, to, [&](i32 rank, i32 slot) {
+    const PayloadPart part(p, payload, token, segment);
+    copy_row(bytes, payload == 0, part.from, part.begin, part.end, part.alignment, to, [&](i32 rank, i32 slot) {
       return reinterpret_cast<u8*>(p.workspace + u32(rank) * p.stride + p.payload_offsets[payload]) +
-             (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * row_bytes;
+             (u64(p.ep_rank) * p.runtime_max_tokens_per_rank + u32(slot)) * part.row_bytes;
     });
   }
   return true;

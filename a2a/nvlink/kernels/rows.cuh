@@ -61,29 +61,35 @@ __device__ __forceinline__ void for_each_destination(const Destinations& to, Vis
   }
 }
 
-// A warp copies bytes [begin, end) of a row, BATCH accesses of 16 bytes in flight per lane, read once and written to
-// every destination. `row_at(rank, slot)` is the start of the row there.
-template <u32 BATCH, typename RowAt>
-__device__ __forceinline__ void copy_units(const u8* from, u32 begin, u32 end, const Destinations& to, RowAt row_at) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (u32 at = begin + lane * 16; __any_sync(ALL_LANES, at < end); at += 32 * BATCH * 16) {
-    Vec16 held[BATCH];
+// The next bytes of a row, up to BATCH accesses of 16 bytes a lane, between their load and their store. Both are given the
+// same range, of which they take the beginning.
+template <u32 BATCH>
+struct HeldBytes {
+  static constexpr u32 MOST = 32 * BATCH * 16;
+  Vec16 held[BATCH];
+
+  __device__ __forceinline__ void load(const u8* from, u32 begin, u32 end) {
 #pragma unroll
     for (u32 i = 0; i < BATCH; ++i) {
-      const u32 byte = at + i * 32 * 16;
-      if (byte < end) held[i] = *reinterpret_cast<const Vec16*>(from + byte);
+      const u32 byte = begin + (i * 32 + threadIdx.x % 32) * 16;
+      if (byte < end) held[i] = load16(from + byte);
     }
+  }
+
+  // To every destination. `row_at(rank, slot)` is the start of the row there.
+  template <typename RowAt>
+  __device__ __forceinline__ void store(u32 begin, u32 end, const Destinations& to, RowAt row_at) const {
     for_each_destination(to, [&](i32 rank, i32 slot) {
       u8* const row = row_at(rank, slot);
 #pragma unroll
       for (u32 i = 0; i < BATCH; ++i) {
-        const u32 byte = at + i * 32 * 16;
+        const u32 byte = begin + (i * 32 + threadIdx.x % 32) * 16;
         if (byte < end) *reinterpret_cast<Vec16*>(row + byte) = held[i];
       }
     });
   }
-}
+};
+using RowBytes = HeldBytes<7>;
 
 // The part of a row that a segment covers, in bytes: equal parts of whole 512-byte warp accesses.
 __device__ __forceinline__ void segment_of(u32 row_bytes, u32 segment, u32 segments, u32& begin, u32& end) {
@@ -99,7 +105,7 @@ __device__ __forceinline__ void copy_words(const u8* from, u8* to, u32 begin, u3
     *reinterpret_cast<Word*>(to + at) = *reinterpret_cast<const Word*>(from + at);
 }
 
-// The same as copy_units for rows that do not lie on 16 bytes, to one destination, by the widest words that they allow.
+// The same as copy_row for rows that do not lie on 16 bytes, to one destination, by the widest words that they allow.
 // Out of line, like all that is rare here, so that it costs the common path neither registers nor branches around it;
 // more words in flight would cost the whole kernel registers.
 __device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 end, u32 alignment) {
@@ -109,15 +115,21 @@ __device__ __noinline__ void copy_narrow(const u8* from, u8* to, u32 begin, u32 
   else copy_words<u8>(from, to, begin, end);
 }
 
-// Copies 16 bytes at a time where both addresses and the width allow it.
+// A warp copies bytes [begin, end) of a row, read once and written to every destination, 16 at a time where both addresses
+// and the width allow it. `loaded`: `bytes` holds the first of them already.
 template <typename RowAt>
-__device__ __forceinline__ void copy_row(const u8* from, u32 begin, u32 end, u32 alignment, const Destinations& to,
-                                         RowAt row_at) {
+__device__ __forceinline__ void copy_row(RowBytes& bytes, bool loaded, const u8* from, u32 begin, u32 end, u32 alignment,
+                                         const Destinations& to, RowAt row_at) {
   if (begin >= end) return;
-  if (alignment == 16) {
-    copy_units<7>(from, begin, end, to, row_at);
-  } else {
+  if (alignment != 16) {
     for_each_destination(to, [&](i32 rank, i32 slot) { copy_narrow(from, row_at(rank, slot), begin, end, alignment); });
+    return;
+  }
+#pragma unroll 1
+  for (; begin < end; begin += RowBytes::MOST) {
+    if (!loaded) bytes.load(from, begin, end);
+    loaded = false;
+    bytes.store(begin, end, to, row_at);
   }
 }
 
