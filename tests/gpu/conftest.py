@@ -8,7 +8,7 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(n): needs n CUDA GPUs")
-    config.addinivalue_line("markers", "alone: times something or runs long on the device; tests/gpu/suite.py")
+    config.addinivalue_line("markers", "alone: times or measures the device, or runs long on it; tests/gpu/suite.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

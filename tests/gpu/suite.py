@@ -1,7 +1,7 @@
 """The GPU tests and the contract suite on GPUs, several pytest processes at a time: python tests/gpu/suite.py.
 
 Most of what these tests take is compiling, starting processes and the oracle on the CPU, so they share the GPUs well;
-those marked `alone` time something or run long on the device, and come after the others, one by one.
+those marked `alone` time or measure the device or run long on it, and come after the others, one by one.
 
     --shards N      pytest processes at a time (default: a fourth of the cores, at most 8)
     --logs DIR      one log per process (default: a temporary directory)

@@ -79,6 +79,8 @@ def _build_many(comm: Comm) -> tuple[list[int], list[int]]:
     return descriptors, used
 
 
+# What is free on the device is what all its processes leave free.
+@pytest.mark.alone
 def test_nothing_is_left_behind(run_ranks: Any) -> None:
     for descriptors, used in run_ranks(_build_many, 2):
         # The first build opens what the driver keeps for the life of the process.
