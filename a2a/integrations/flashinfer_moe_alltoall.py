@@ -142,7 +142,8 @@ class MoeAlltoAll:
                 ep_size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=eplb_stats_num_experts
             )
         payload_bytes = payload_bytes_of(workspace_size_per_rank, ep_size, max_num_tokens, eplb_stats_num_experts)
-        # The most that a token may take in either direction; what both take together is the layout's to watch.
+        # The most that a token may take in either direction; what both take together is the layout's to watch. It
+        # has no area for dispatch alone into which combine could push rows: padded slots that nobody scrubs stay zero.
         most_elements = max(1, payload_bytes // (ep_size * max_num_tokens) // 2)
         build = functools.partial(
             Rounds,
@@ -159,7 +160,7 @@ class MoeAlltoAll:
         )
         key = (
             (comm.Get_rank(), ep_size, max_num_tokens, top_k, num_experts, eplb_stats_num_experts, enable_rank_mask),
-            (workspace_size_per_rank, payload_bytes),
+            workspace_size_per_rank,
         )
         self._adopt(build() if self.shared is None else self.shared.find(key, build), workspace_size_per_rank)
 
