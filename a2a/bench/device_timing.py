@@ -5,8 +5,8 @@ Owns what a figure of a GPU means. Refuses to know what is timed.
 Eager: rounds follow each other without a host barrier, as layers do; events before dispatch, between dispatch and
 combine and behind combine. Graph: `rounds_per_graph` rounds in one graph, events around its replay, the figure being
 one round's share; outputs are poisoned before every replay and compared after it. A replay is handed over while the
-device still pauses, and comes behind a round that is not counted: neither the host's time to launch a graph nor how far
-apart hosts do so is part of the figure, which is that of the device. The phases of a round in a graph have
+device still pauses, and comes behind a round that is not counted, so that neither the host's time to launch a graph nor
+how far apart hosts do so is part of the figure. The phases of a round in a graph have
 a graph of their own, with events between them, which keep kernels apart that otherwise overlap: dispatch and combine
 together are slower there than the pair. Dispatch is timed a third time in a graph of dispatches alone, between events
 behind the first and the last: its share of that is what it adds to a stream of kernels. Either way a round is as slow
@@ -30,7 +30,7 @@ _EVENTS = 3
 _DISPATCHES = 4
 """Of a graph of dispatches alone; the first is not counted. Each is a round in flight, and takes memory of its own."""
 _PAUSE_CYCLES = 2_000_000
-"""About a millisecond, longer than any host takes to hand over a round and a graph."""
+"""About a millisecond. A host that takes longer to hand over a round and a graph is seen in the figure again."""
 _PHASED_ROUNDS = 8
 """Of a graph with events between phases; its first round, to which ranks come apart, is not counted."""
 
@@ -141,9 +141,10 @@ def time_replays(
     count = len(implementations)
     for number in range(replays):
         for position in range(count):
-            name = implementations[(number + position) % count].name
+            each = implementations[(number + position) % count]
+            name = each.name
             output, wanted = outputs[name]
-            took = replay_s(graphs[name], implementations[(number + position) % count], output, barrier)
+            took = replay_s(graphs[name], each, output, barrier)
             stamps[name].append((0.0, 0.0, took / rounds_per_graph))
             wrong[name] = wrong[name] or tensor_difference(f"replay {number}: sums", output, wanted)
             on_round()
