@@ -33,7 +33,8 @@ a2a's.
 A "+" behind a commit: the copy that was measured held other files than that commit; those of 3470899+ were the files of
 commit 9edf25f. The launch shapes were a table that `a2a tune` had just made for h200x2_bf16_token_graph,
 h200x2_formats_token_graph and h200x2_bf16_token_graph_large, and the shipped one for the others. Ranks start a graph a
-little apart, which 20 rounds a graph show more than 100.
+little apart, which 20 rounds a graph show more than 100. That, and the host's time to launch a graph, is in all of
+these figures; bench has since come to hand a replay over to a device that pauses, behind a round that is not counted.
 """
 
 
